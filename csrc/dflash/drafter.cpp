@@ -1,0 +1,172 @@
+#include "dflash/drafter.h"
+
+#include "error.h"
+
+#include <algorithm>
+#include <string>
+
+namespace laguna {
+
+namespace {
+
+constexpr size_t MAX_CONTEXT_GRAPHS = 20;
+constexpr size_t MAX_BLOCK_GRAPHS = 8; // each holds logits of its own
+
+// Rows go to the device in pieces of fixed sizes, so that few graphs serve every length.
+constexpr int64_t CHUNKS[] = {128, 64, 32};
+constexpr int64_t LARGEST_EXACT = 16; // up to here (a round's rows) every length has its own graph
+
+int64_t next_chunk(int64_t n_rows) {
+    for (const int64_t chunk : CHUNKS) {
+        if (n_rows >= chunk) {
+            return chunk;
+        }
+    }
+    return std::min(n_rows, LARGEST_EXACT);
+}
+
+DrafterConfig checked(DrafterConfig config) {
+    config.validate();
+    return config;
+}
+
+int32_t lowest_maximum(const float *row, int64_t n) {
+    // Two plain passes vectorise; one pass that tracks an index does not.
+    constexpr int64_t LANES = 16;
+    float lanes[LANES];
+    std::fill(lanes, lanes + LANES, row[0]);
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES) {
+        for (int64_t lane = 0; lane < LANES; ++lane) {
+            lanes[lane] = row[i + lane] > lanes[lane] ? row[i + lane] : lanes[lane];
+        }
+    }
+    float highest = *std::max_element(lanes, lanes + LANES);
+    for (; i < n; ++i) {
+        highest = std::max(highest, row[i]);
+    }
+    const float *found = std::find(row, row + n, highest);
+    return found == row + n ? 0 : static_cast<int32_t>(found - row); // not found: every logit is NaN
+}
+
+} // namespace
+
+Drafter::Drafter(DrafterConfig config, const TensorSources &sources, int n_threads, const std::string &device)
+    : config_(checked(std::move(config))), backends_(device_by_name(device), n_threads),
+      weights_(config_, sources, backends_.main()), cache_(config_, backends_.main()),
+      context_graphs_(MAX_CONTEXT_GRAPHS), block_graphs_(MAX_BLOCK_GRAPHS) {}
+
+void Drafter::bind_target(const llama_model *model) {
+    TargetTensors target(model, config_.n_embd, config_.n_vocab);
+    std::vector<float> mask_row(static_cast<size_t>(config_.n_embd));
+    target.embed(static_cast<int32_t>(config_.mask_token_id), mask_row.data());
+    backends_.add(target.output_device());
+    block_graphs_.clear();
+    mask_row_ = std::move(mask_row);
+    target_ = std::move(target);
+}
+
+void Drafter::unbind_target() {
+    block_graphs_.clear();
+    target_.reset();
+}
+
+void Drafter::append(const float *features, int64_t n_rows, int64_t start_position) {
+    if (n_rows == 0) {
+        return;
+    }
+    cache_.check_start(start_position);
+    if (start_position + n_rows > INT32_MAX) {
+        throw Error(ErrorKind::rollback, "position " + std::to_string(start_position + n_rows) + " is beyond 2^31 - 1");
+    }
+    cache_.begin(start_position);
+    const int64_t row_size = config_.n_captured() * config_.n_embd;
+    if (n_rows > config_.window - 1) { // no query will ever see the older ones
+        const int64_t dropped = n_rows - (config_.window - 1);
+        cache_.skip(dropped);
+        features += dropped * row_size;
+        n_rows -= dropped;
+    }
+    while (n_rows > 0) {
+        const int64_t n = next_chunk(n_rows);
+        store(features, n);
+        features += n * row_size;
+        n_rows -= n;
+    }
+}
+
+void Drafter::store(const float *features, int64_t n_rows) {
+    ContextGraph &context = context_graphs_.get(n_rows, [&] {
+        return std::make_unique<ContextGraph>(config_, weights_, cache_, backends_, n_rows);
+    });
+    const int64_t n_kv = config_.n_head_kv * config_.head_dim;
+    positions_.resize(static_cast<size_t>(n_rows));
+    slots_.resize(static_cast<size_t>(n_rows));
+    cells_.resize(static_cast<size_t>(n_rows * n_kv));
+    for (int64_t row = 0; row < n_rows; ++row) {
+        const int64_t slot = cache_.slot(cache_.position() + row);
+        positions_[static_cast<size_t>(row)] = static_cast<int32_t>(cache_.position() + row);
+        slots_[static_cast<size_t>(row)] = slot;
+        for (int64_t i = 0; i < n_kv; ++i) {
+            cells_[static_cast<size_t>(row * n_kv + i)] = i * cache_.n_slots() + slot;
+        }
+    }
+    ggml_backend_tensor_set(context.features, features, 0, ggml_nbytes(context.features));
+    ggml_backend_tensor_set(context.positions, positions_.data(), 0, ggml_nbytes(context.positions));
+    ggml_backend_tensor_set(context.key_slots, slots_.data(), 0, ggml_nbytes(context.key_slots));
+    ggml_backend_tensor_set(context.value_cells, cells_.data(), 0, ggml_nbytes(context.value_cells));
+    context.graph->compute();
+    cache_.commit(n_rows);
+}
+
+void Drafter::draft(int32_t anchor, int64_t n, bool anchored, int32_t *tokens, float *logits) {
+    if (!target_) {
+        throw Error(ErrorKind::target_mismatch, "no target is bound: its embeddings and output head are needed to draft");
+    }
+    if (n < 1 || n > config_.block_size - 1) {
+        throw Error(ErrorKind::config, "n is " + std::to_string(n) + "; needed 1.." +
+                                           std::to_string(config_.block_size - 1) + " (block_size - 1)");
+    }
+    if (anchor < 0 || anchor >= config_.n_vocab) {
+        throw Error(ErrorKind::config, "anchor token is " + std::to_string(anchor) + "; needed 0.." +
+                                           std::to_string(config_.n_vocab - 1));
+    }
+    const bool output_in_host = ggml_backend_buffer_is_host(target_->output()->buffer);
+    const bool argmax = argmax_on_device || !output_in_host;
+    const int64_t n_slots = cache_.n_slots_used();
+    BlockGraph &block = block_graphs_.get({n, n_slots, argmax}, [&] {
+        return std::make_unique<BlockGraph>(config_, weights_, cache_, target_->output(), backends_, n, n_slots, argmax);
+    });
+
+    const size_t width = static_cast<size_t>(config_.n_embd);
+    embeddings_.resize(width * static_cast<size_t>(n + 1));
+    target_->embed(anchor, embeddings_.data());
+    positions_.resize(static_cast<size_t>(n + 1));
+    for (int64_t row = 0; row <= n; ++row) {
+        positions_[static_cast<size_t>(row)] = static_cast<int32_t>(cache_.position() + row);
+        if (row > 0) {
+            std::copy(mask_row_.begin(), mask_row_.end(), embeddings_.begin() + static_cast<int64_t>(width) * row);
+        }
+    }
+    mask_.resize(static_cast<size_t>(n_slots * (n + 1)));
+    cache_.fill_mask(mask_.data(), n + 1, n_slots, anchored);
+
+    ggml_backend_tensor_set(block.embeddings, embeddings_.data(), 0, ggml_nbytes(block.embeddings));
+    ggml_backend_tensor_set(block.positions, positions_.data(), 0, ggml_nbytes(block.positions));
+    ggml_backend_tensor_set(block.mask, mask_.data(), 0, ggml_nbytes(block.mask));
+    block.graph->compute();
+
+    if (logits != nullptr) {
+        ggml_backend_tensor_get(block.logits, logits, 0, ggml_nbytes(block.logits));
+    }
+    if (argmax) {
+        ggml_backend_tensor_get(block.tokens, tokens, 0, ggml_nbytes(block.tokens));
+        return;
+    }
+    const float *rows = static_cast<const float *>(block.logits->data);
+    for (int64_t row = 0; row < n; ++row) {
+        tokens[row] = lowest_maximum(rows + row * config_.n_vocab, config_.n_vocab);
+    }
+}
+
+} // namespace laguna

@@ -1,0 +1,100 @@
+// A Laguna DFlash drafter: weights, context cache and graphs together.
+#pragma once
+
+#include "dflash/config.h"
+#include "dflash/context_cache.h"
+#include "dflash/graph.h"
+#include "dflash/target.h"
+#include "dflash/weights.h"
+#include "ggml/backend.h"
+
+#include <list>
+#include <memory>
+#include <optional>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+namespace laguna {
+
+// The most recently used graphs of one kind, built on first use.
+template <typename Key, typename Graph> class GraphCache {
+  public:
+    explicit GraphCache(size_t capacity) : capacity_(capacity) {}
+
+    template <typename Make> Graph &get(const Key &key, Make make) {
+        for (auto it = entries_.begin(); it != entries_.end(); ++it) {
+            if (it->first == key) {
+                entries_.splice(entries_.begin(), entries_, it);
+                return *entries_.front().second;
+            }
+        }
+        while (entries_.size() >= capacity_) {
+            entries_.pop_back();
+        }
+        entries_.emplace_front(key, make());
+        return *entries_.front().second;
+    }
+
+    void clear() { entries_.clear(); }
+
+    size_t n_bytes() const {
+        size_t total = 0;
+        for (const auto &entry : entries_) {
+            total += entry.second->graph->buffer_size();
+        }
+        return total;
+    }
+
+  private:
+    size_t capacity_;
+    std::list<std::pair<Key, std::unique_ptr<Graph>>> entries_;
+};
+
+class Drafter {
+  public:
+    Drafter(DrafterConfig config, const TensorSources &sources, int n_threads, const std::string &device);
+
+    const DrafterConfig &config() const { return config_; }
+    const ContextCache &cache() const { return cache_; }
+    int n_threads() const { return backends_.n_threads(); }
+    void set_n_threads(int n_threads) { backends_.set_n_threads(n_threads); }
+
+    // The model must outlive the binding.
+    void bind_target(const llama_model *model);
+    void unbind_target();
+    bool has_target() const { return target_.has_value(); }
+
+    // features [n_rows, A, H] of the positions from start_position on.
+    void append(const float *features, int64_t n_rows, int64_t start_position);
+    void rollback(int64_t position) { cache_.rollback(position); }
+    void reset() { cache_.reset(); }
+
+    // Greedy tokens of positions P+1..P+n; logits [n, V] are copied when not null. Changes no state.
+    void draft(int32_t anchor, int64_t n, bool anchored, int32_t *tokens, float *logits);
+
+    bool argmax_on_device = false; // always so for logits outside host memory
+
+    size_t weights_bytes() const { return weights_.n_bytes(); }
+    size_t cache_bytes() const { return cache_.n_bytes(); }
+    size_t compute_bytes() const { return context_graphs_.n_bytes() + block_graphs_.n_bytes(); }
+
+  private:
+    void store(const float *features, int64_t n_rows);
+
+    DrafterConfig config_;
+    Backends backends_;
+    Weights weights_;
+    ContextCache cache_;
+    std::optional<TargetTensors> target_;
+    GraphCache<int64_t, ContextGraph> context_graphs_;                          // by n_rows
+    GraphCache<std::tuple<int64_t, int64_t, bool>, BlockGraph> block_graphs_;   // by n, n_slots, argmax
+    std::vector<float> mask_row_;                                               // embedding of the mask token
+    std::vector<float> embeddings_;
+    std::vector<float> mask_;
+    std::vector<int32_t> positions_;
+    std::vector<int64_t> slots_;
+    std::vector<int64_t> cells_;
+};
+
+} // namespace laguna

@@ -1,0 +1,23 @@
+"""Laguna DFlash speculative decoding on stock llama.cpp."""
+
+from laguna_gguf._compat import check_installation
+
+check_installation()
+
+from laguna_gguf.convert import convert_dflash  # noqa: E402  (the check comes before anything loads the native half)
+from laguna_gguf.dflash.config import DrafterConfig  # noqa: E402
+from laguna_gguf.dflash.drafter import DraftBlock, Drafter, load_drafter  # noqa: E402
+from laguna_gguf.dflash.session import SpecSession  # noqa: E402
+from laguna_gguf.dflash.stats import SpecStats  # noqa: E402
+from laguna_gguf.errors import LagunaError  # noqa: E402
+
+__all__ = [
+    "DraftBlock",
+    "Drafter",
+    "DrafterConfig",
+    "LagunaError",
+    "SpecSession",
+    "SpecStats",
+    "convert_dflash",
+    "load_drafter",
+]

@@ -1,0 +1,102 @@
+"""Types of the compiled half. Every function raises the classes of laguna_gguf.errors."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+LLAMA_CPP_PYTHON_VERSION: str
+"""Version of llama-cpp-python whose headers this module was compiled against."""
+
+def ggml_library_path() -> str:
+    """Path of the libggml-base this process runs, as the dynamic linker reports it."""
+
+def type_name(ggml_type: int) -> str:
+    """ggml's name of a type id, lower case ("bf16", "q8_0")."""
+
+def type_size(ggml_type: int) -> tuple[int, int]:
+    """(elements a block, bytes a block); ConfigError for an id this ggml does not have."""
+
+def quantize(rows: NDArray[np.float32], ggml_type: int) -> NDArray[np.uint8]:
+    """Quantise [n_rows, n_per_row] with ggml_quantize_chunk; returns [n_rows, bytes a row]."""
+
+class GgufTensor:
+    name: str
+    ggml_type: int
+    ne: tuple[int, ...]
+    """ggml order: ne[0] is the contiguous axis."""
+    n_bytes: int
+    def data(self) -> NDArray[np.uint8]:
+        """The raw bytes, a read-only view of the mapped file (no copy)."""
+
+class GgufFile:
+    """A GGUF file (or all shards of a split one), fully validated before anything else sees a number."""
+
+    def __init__(self, path: str) -> None: ...
+    paths: list[str]
+    version: int
+    alignment: int
+    def keys(self) -> list[str]: ...
+    def get(self, key: str, default: Any = None) -> Any:
+        """int, float, bool, str, or for arrays a numpy array (numbers, bools) or list (strings)."""
+    def tensors(self) -> list[GgufTensor]: ...
+    def tensor(self, name: str) -> GgufTensor | None: ...
+
+class HiddenCapture:
+    """llama.cpp eval callback that copies the residual rows `l_out-<t>` of the wanted layers.
+
+    Rows are stored [row, layer, n_embd] float32. One decode may fire several times (once a micro-batch)."""
+
+    def __init__(self, layers: Sequence[int], n_embd: int) -> None: ...
+    callback_address: int
+    user_data_address: int
+    enabled: bool
+    """False: the callback asks for nothing."""
+    stop_after_last: bool
+    """True: the graph ends once the highest wanted layer is copied (no logits then)."""
+    n_nonfinite: int
+    """Features that were not finite and were set to 0, since construction."""
+    ms: float
+    """Time spent in the callback since construction."""
+    def begin(self) -> None:
+        """Drop captured rows; call before each decode (or group of decodes whose rows belong together)."""
+    def n_rows(self) -> int:
+        """Rows captured since begin(); CaptureError when the layers disagree."""
+    def rows(self) -> NDArray[np.float32]:
+        """Copy of the captured rows [n_rows, n_layers, n_embd]."""
+
+class Drafter:
+    """DFlash weights, rotating context cache, context-update and block graphs."""
+
+    def __init__(self, config: dict[str, Any], tensors: dict[str, tuple[int, tuple[int, ...], NDArray[np.uint8]]],
+                 n_threads: int) -> None:
+        """config: the fields of DrafterConfig (target_layer_ids 0-based outputs) as a dict.
+
+        tensors: dialect-A name without ".weight" -> (ggml type, ne, raw bytes): fc, enc.aux_norm (ne [H, A]),
+        enc.output_norm, output_norm, blk.N.{attn_norm, attn_q, attn_k, attn_v, attn_output, attn_q_norm, attn_k_norm,
+        attn_gate, ffn_norm, ffn_gate, ffn_up, ffn_down}. Norms f32. Copied: the bytes are not kept."""
+    n_threads: int
+    position: int
+    """Next absolute position (number of rows fed since reset when it started at 0)."""
+    first_position: int
+    """Lowest position fed since reset (where append started)."""
+    n_rows: int
+    """Contiguous rows ending at position-1 that are still in the cache."""
+    has_target: bool
+    def bind_target(self, llama_model: int) -> None:
+        """llama_model: address of a live llama_model; its token_embd and output rows are used in place.
+
+        TargetMismatchError when shapes do not fit. The model must outlive the binding."""
+    def unbind_target(self) -> None: ...
+    def append(self, features: NDArray[np.float32], start_position: int) -> None:
+        """features [n_rows, n_captured, n_embd] at positions start_position... ; RollbackError on a hole."""
+    def append_captured(self, capture: HiddenCapture, first_row: int, n_rows: int, start_position: int) -> None:
+        """The same from rows that a capture holds, without a copy to Python."""
+    def draft(self, anchor: int, n: int, anchored: bool = False, return_logits: bool = False
+              ) -> tuple[NDArray[np.int32], NDArray[np.float32] | None]:
+        """tokens int32 [n] (argmax, lowest id on ties), logits float32 [n, n_vocab] or None. Changes no state."""
+    def rollback(self, position: int) -> None: ...
+    def reset(self) -> None: ...
+    def memory(self) -> dict[str, int]:
+        """Bytes by use: weights, context_cache, compute."""

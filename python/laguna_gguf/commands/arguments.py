@@ -1,0 +1,189 @@
+"""Command-line arguments that the commands share, under llama.cpp's names and, unless said otherwise, its defaults."""
+
+import argparse
+
+from laguna_gguf.memory_plan import CACHE_TYPES
+
+DEFAULT_CONTEXT = 4096
+"""Context when -c is not given and the model was trained for at least as much."""
+
+_UNQUANTISED = ("f32", "f16", "bf16")
+
+
+def add_models(parser: argparse.ArgumentParser) -> None:
+    """-m, -md, --no-draft."""
+    group = parser.add_argument_group("models")
+    group.add_argument("-m", "--model", required=True, metavar="TARGET", help="target GGUF (any shard of a split one)")
+    group.add_argument(
+        "-md",
+        "--spec-draft-model",
+        "--model-draft",
+        dest="draft_model",
+        metavar="DRAFTER",
+        help="DFlash drafter: a GGUF, or a directory with config.json and safetensors",
+    )
+    group.add_argument("--no-draft", action="store_true", help="plain decoding; -md may then be left out")
+
+
+def add_prompt(parser: argparse.ArgumentParser) -> None:
+    """-p or -f, and -n."""
+    group = parser.add_argument_group("prompt")
+    source = group.add_mutually_exclusive_group(required=True)
+    source.add_argument("-p", "--prompt", metavar="TEXT", help="the prompt; control tokens in it are recognised")
+    source.add_argument("-f", "--file", metavar="FILE", help="read the prompt from a file, - for stdin")
+    group.add_argument(
+        "-n",
+        "--predict",
+        "--n-predict",
+        dest="n_predict",
+        type=_n_predict,
+        default=-1,
+        metavar="N",
+        help="tokens to generate; default -1: until the context is full",
+    )
+
+
+def add_sampling(parser: argparse.ArgumentParser) -> None:
+    """--temp and the other settings of the target's sampler."""
+    group = parser.add_argument_group("sampling (the target's; drafting changes nothing here)")
+    group.add_argument("--temp", type=_at_least_zero, default=0.8, metavar="T", help="0 is greedy; default 0.8")
+    group.add_argument("--top-k", type=int, default=40, metavar="N", help="default 40, 0 = off")
+    group.add_argument("--top-p", type=_fraction, default=0.95, metavar="P", help="default 0.95, 1 = off")
+    group.add_argument("--min-p", type=_fraction, default=0.05, metavar="P", help="default 0.05, 0 = off")
+    group.add_argument("--seed", type=_seed, default=-1, metavar="N", help="default -1: a new one each time")
+    group.add_argument("--repeat-penalty", type=_above_zero, default=1.0, metavar="X", help="default 1 = off")
+
+
+def add_runtime(parser: argparse.ArgumentParser) -> None:
+    """Context, threads, batches, caches, GPU layers."""
+    group = parser.add_argument_group("context and hardware")
+    group.add_argument(
+        "-c",
+        "--ctx-size",
+        dest="n_ctx",
+        type=_count,
+        metavar="N",
+        help=f"context in tokens; 0: the model's; default: the model's, at most {DEFAULT_CONTEXT}",
+    )
+    group.add_argument(
+        "-ngl",
+        "--gpu-layers",
+        "--n-gpu-layers",
+        dest="n_gpu_layers",
+        type=_gpu_layers,
+        default=-1,
+        metavar="N",
+        help="layers to put on GPUs, a number or 'all' (the default; without a GPU it means nothing)",
+    )
+    group.add_argument("-t", "--threads", type=positive, metavar="N", help="threads; default: half the cores")
+    group.add_argument("-tb", "--threads-batch", type=positive, metavar="N", help="threads for prompts; default: all")
+    group.add_argument("-b", "--batch-size", type=positive, default=2048, metavar="N", help="default 2048")
+    group.add_argument("-ub", "--ubatch-size", type=positive, default=512, metavar="N", help="default 512")
+    group.add_argument(
+        "-fa", "--flash-attn", choices=("on", "off", "auto"), default="auto", help="default auto, which is off here"
+    )
+    for letter in "kv":
+        group.add_argument(
+            f"-ct{letter}",
+            f"--cache-type-{letter}",
+            choices=tuple(CACHE_TYPES),
+            default="f16",
+            metavar="TYPE",
+            help=f"type of the {letter.upper()} cache: {', '.join(CACHE_TYPES)}; default f16",
+        )
+    group.add_argument("--swa-full", action="store_true", help="full-size cache for sliding-window layers")
+
+
+def add_drafting(parser: argparse.ArgumentParser) -> None:
+    """--spec-draft-n-max and its neighbours."""
+    group = parser.add_argument_group("drafting")
+    group.add_argument(
+        "--spec-draft-n-max",
+        type=_draft_max,
+        default="auto",
+        metavar="N|auto",
+        help="most tokens drafted a round; default auto (llama.cpp's default of 3 does not apply)",
+    )
+    group.add_argument("--spec-draft-n-min", type=_count, default=0, metavar="N", help="fewest; default 0")
+    group.add_argument(
+        "--spec-draft-window",
+        choices=("per_query", "anchored"),
+        default="per_query",
+        help="how the drafter's window is counted; default per_query",
+    )
+
+
+def add_output(parser: argparse.ArgumentParser) -> None:
+    """--json, --color, -v."""
+    group = parser.add_argument_group("output")
+    group.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
+    group.add_argument("--color", choices=("auto", "on", "off"), default="auto", help="mark accepted drafts")
+    group.add_argument("-v", "--verbose", action="store_true", help="llama.cpp's log and tracebacks on stderr")
+
+
+def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Refuse, as a usage error, arguments that contradict each other."""
+    if args.draft_model is None and not args.no_draft:
+        parser.error("-md is needed; with --no-draft it may be left out")
+    if args.cache_type_v not in _UNQUANTISED and args.flash_attn != "on":
+        parser.error(f"-ctv {args.cache_type_v} needs -fa on")
+
+
+def positive(text: str) -> int:
+    """argparse type: an integer >= 1."""
+    return _int(text, 1, 2**31 - 1, "a number >= 1")
+
+
+def _int(text: str, low: int, high: int, what: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = low - 1
+    if not low <= value <= high:
+        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+    return value
+
+
+def _float(text: str, low: float, high: float, what: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = float("nan")
+    if not low <= value <= high:  # false for nan
+        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+    return value
+
+
+def _count(text: str) -> int:
+    return _int(text, 0, 2**31 - 1, "a number >= 0")
+
+
+def _n_predict(text: str) -> int:
+    value = _int(text, -1, 2**31 - 1, "-1 or a number >= 1")
+    if value == 0:
+        raise argparse.ArgumentTypeError("0 is not -1 or a number >= 1")
+    return value
+
+
+def _seed(text: str) -> int:
+    return _int(text, -1, 2**32 - 2, "-1 or a number below 4294967295")
+
+
+def _gpu_layers(text: str) -> int:
+    return -1 if text == "all" else _int(text, -1, 2**31 - 1, "a number or 'all'")
+
+
+def _draft_max(text: str) -> int | str:
+    return text if text == "auto" else _int(text, 0, 2**31 - 1, "a number >= 0 or 'auto'")
+
+
+def _at_least_zero(text: str) -> float:
+    return _float(text, 0.0, 1e9, "a number >= 0")
+
+
+def _above_zero(text: str) -> float:
+    return _float(text, 1e-9, 1e9, "a number > 0")
+
+
+def _fraction(text: str) -> float:
+    return _float(text, 0.0, 1.0, "between 0 and 1")

@@ -1,0 +1,69 @@
+"""`laguna-gguf inspect`: what a file or checkpoint directory is, and whether it is sound."""
+
+import argparse
+import sys
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.markup import escape
+from rich.table import Table
+
+from laguna_gguf.commands.output import console, device_line, note, print_json
+from laguna_gguf.devices import list_devices
+from laguna_gguf.inspect import inspect
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add `inspect` to the command line."""
+    parser = subparsers.add_parser(
+        "inspect",
+        help="say what a model file or directory is and whether it is sound",
+        description="Say what a GGUF file or a checkpoint directory is, how it is configured and what is wrong.",
+        epilog="Exit status 0: sound; 1: not sound, or not readable at all.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("path", metavar="PATH", help="GGUF file, or directory with config.json and safetensors")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("-v", "--verbose", action="store_true", help="tracebacks on stderr")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Inspect and print. Returns the exit code: 1 when the file is not sound."""
+    report = inspect(args.path)
+    if args.json:
+        print_json(report)
+    else:
+        _print_report(report)
+    if not report["sound"]:
+        problems = report["problems"]
+        note(f"{args.path} is not sound: {problems[0] if problems else 'unknown reason'}")
+        return 1
+    return 0
+
+
+def _print_report(report: dict[str, Any]) -> None:
+    table = Table(box=SIMPLE_HEAD, show_header=False, pad_edge=False)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for key, value in report.items():
+        if key in ("config", "problems"):
+            continue
+        table.add_row(key, escape(_text(value)))
+    for key, value in report.get("config", {}).items():
+        table.add_row(f"  {key}", escape(_text(value)))
+    for problem in report["problems"]:
+        table.add_row("problem", escape(problem), style="red")
+    for device in list_devices():
+        table.add_row("device", escape(device_line(device)))
+    console(sys.stdout).print(table)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_text(v)}" for key, v in value.items())
+    if isinstance(value, list | tuple):
+        return ", ".join(_text(v) for v in value)
+    return str(value)

@@ -1,0 +1,1 @@
+"""Laguna DFlash: block-diffusion speculative decoding for Laguna targets."""

@@ -1,0 +1,409 @@
+"""SpecSession: a `llama_cpp.Llama` that drafts."""
+
+from __future__ import annotations
+
+import ctypes
+import inspect
+import os
+from collections.abc import Generator, Sequence
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import llama_cpp
+import numpy as np
+from numpy.typing import NDArray
+
+from laguna_gguf import _native
+from laguna_gguf.dflash.checkpoint import read_checkpoint
+from laguna_gguf.dflash.depth import make_depth
+from laguna_gguf.dflash.drafter import WINDOWS, Drafter
+from laguna_gguf.dflash.rounds import run_rounds
+from laguna_gguf.dflash.stats import Counters, SpecStats
+from laguna_gguf.dflash.target import TargetContext, check_target_file, model_address, model_shape
+from laguna_gguf.errors import ConfigError, DecodeError, RollbackError, SessionBusyError
+
+CAPTURE_ROWS = 128
+"""Rows of one capturing prompt decode: llama.cpp reserves n_vocab floats for every row whose last layer it keeps."""
+
+LOGIT_ROWS = 8
+"""Rows of the decode that ends a prompt. From 7 rows on, results do not depend on how many rows a decode has."""
+
+WHOLE_PROMPT = 32
+"""Prompts up to here are decoded at once: two decodes would cost more than some unread rows of logits."""
+
+
+class SpecSession(llama_cpp.Llama):
+    """Drop-in for `llama_cpp.Llama` with Laguna DFlash speculative decoding.
+
+    Same constructor keywords, same methods, same results; the drafter only decides how many target passes they take.
+    In f32 (weights, KV cache, flash attention off) the text is token-identical to plain decoding, greedy or sampled
+    with the same seed. With half or quantised types a verify decode of several rows can round differently from a decode
+    of one row, so a first difference is possible where two tokens are nearly tied.
+    """
+
+    def __init__(
+        self,
+        model_path: str,
+        draft_model_path: str | os.PathLike[str],
+        *,
+        draft_max: int | str = "auto",
+        draft_min: int = 0,
+        window: str = "per_query",
+        draft_vocab: None = None,
+        spec_synth_len: None = None,
+        pflash: None = None,
+        prefill_compression: str = "off",
+        **llama_kwargs: Any,
+    ) -> None:
+        """Load target and drafter.
+
+        draft_model_path: a drafter GGUF or a Hugging Face directory. draft_max: drafts a round, "auto" or
+        0..block_size-1 (0 is plain decoding). draft_min: the least "auto" uses. window: see `Drafter.draft`.
+        draft_vocab, spec_synth_len, pflash and prefill_compression are reserved and must keep their defaults.
+        Raises CheckpointError, ConfigError, TargetMismatchError (all ValueError too) before anything large is loaded
+        where that is possible.
+        """
+        reserved = {
+            "draft_vocab": draft_vocab,
+            "spec_synth_len": spec_synth_len,
+            "pflash": pflash,
+            "prefill_compression": None if prefill_compression == "off" else prefill_compression,
+        }
+        for name, value in reserved.items():
+            if value is not None:
+                raise ConfigError(f"{name}={value!r} is not available in this release; leave it at its default")
+        for name in ("draft_model", "embedding", "vocab_only"):
+            if llama_kwargs.get(name):
+                raise ConfigError(f"{name} cannot be combined with speculative decoding; use llama_cpp.Llama for that")
+        if window not in WINDOWS:
+            raise ConfigError(f"window is {window!r}; needed one of {', '.join(WINDOWS)}")
+        check_target_file(model_path)
+        checkpoint = read_checkpoint(Path(draft_model_path))
+        config = checkpoint.config
+        self._window = window
+        self._draft_max = draft_max
+        self._draft_min = draft_min
+        make_depth(draft_max, draft_min, config.block_size, _n_ubatch(llama_kwargs))  # refuse before loading
+
+        self._capture = _native.HiddenCapture(list(config.target_layer_ids), config.hidden_size)
+        self._eval_callback = ctypes.cast(
+            self._capture.callback_address, llama_cpp.llama_cpp.ggml_backend_sched_eval_callback
+        )
+        super().__init__(model_path, **llama_kwargs)
+        try:
+            config.validate_target(*model_shape(self.model))
+            self._target = TargetContext(self, self._capture)
+            self.depth = make_depth(draft_max, draft_min, config.block_size, self._target.n_ubatch)
+            device = _native.output_device(model_address(self.model))
+            self._drafter = Drafter(checkpoint, n_threads=self.n_threads_batch, device=device)
+            self._drafter.bind_target(self._model)  # not self: a cycle would keep the memory until a collection
+        except BaseException:
+            self.close()
+            raise
+        # A graph may stop early only behind the model's last layer: further layers still have to fill their KV cache.
+        self._can_stop = config.target_layer_ids[-1] == model_shape(self.model)[0] - 1
+        self._rows = config.sliding_window - 1
+        self._limit = min(self._n_ctx, len(self.input_ids))  # llama.cpp may round n_ctx up, Llama's arrays do not
+        self._wanted: int | None = None
+        self._turn: object | None = None  # identity of the generator in progress
+        self.counters = Counters()
+        self.last_token_drafted = False
+        """Whether the token that `generate` yielded last had been drafted."""
+
+    # -- set-up -----------------------------------------------------------------------------------------------------
+
+    @property
+    def context_params(self) -> Any:
+        """llama.cpp's context parameters, with the capture callback installed."""
+        return self._context_params
+
+    @context_params.setter
+    def context_params(self, params: Any) -> None:
+        # Llama.__init__ assigns the parameters before it creates the context: the only moment for a callback.
+        params.cb_eval = self._eval_callback
+        params.cb_eval_user_data = self._capture.user_data_address
+        self._context_params = params
+
+    @property
+    def drafter(self) -> Drafter:
+        """The drafter; between calls its context is first brought up to the committed tokens."""
+        if self._turn is None and self._drafter.position != self.n_tokens and self.n_tokens > 0:
+            self._evaluate(self._input_ids.copy(), keep=self.n_tokens, capture=True)
+        return self._drafter
+
+    @property
+    def stats(self) -> SpecStats:
+        return self.counters.snapshot(nonfinite=self._capture.n_nonfinite, draft_max_now=self.depth.now)
+
+    def reset_stats(self) -> None:
+        """Counters to zero; the depth policy keeps what it learnt."""
+        self.counters = Counters(nonfinite_before=self._capture.n_nonfinite)
+
+    def close(self) -> None:
+        """Free context and model; the drafter object survives without a target."""
+        drafter = getattr(self, "_drafter", None)
+        if drafter is not None:
+            drafter.unbind_target()
+        if hasattr(self, "_stack"):  # absent when the constructor refused before loading
+            super().close()
+
+    # -- state ------------------------------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        super().reset()
+        self._turn = None
+        self._target.clear()
+        self._drafter.reset()
+
+    def load_state(self, state: llama_cpp.LlamaState) -> None:
+        """Restore a saved state; the drafter's context is rebuilt when it is next needed."""
+        super().load_state(state)
+        self._turn = None
+        self._target.position = self.n_tokens
+        self._drafter.reset()
+
+    def eval(self, tokens: Sequence[int]) -> None:
+        """Evaluate tokens after the current ones. Raises ConfigError when they do not fit in the context."""
+        new = self._checked(tokens)
+        self._turn = None
+        if len(new):
+            self._evaluate(np.concatenate([self._input_ids, new]), keep=self.n_tokens)
+
+    @property
+    def _drafting(self) -> bool:
+        return self._draft_max != 0
+
+    def _checked(self, tokens: Sequence[int]) -> NDArray[np.intc]:
+        array = np.asarray(tokens, dtype=np.int64).reshape(-1)
+        if array.size and not (array.min() >= 0 and array.max() < self._n_vocab):
+            raise ConfigError(f"token ids must lie in 0..{self._n_vocab - 1}; found {array.min()}..{array.max()}")
+        return array.astype(np.intc)
+
+    def _evaluate(self, tokens: NDArray[np.intc], *, keep: int, capture: bool | None = None) -> None:
+        """Bring the target, and with capture the drafter, to exactly `tokens`; the first `keep` were evaluated before.
+
+        At least one token is evaluated, so that the logits are those of the last one. Rows are evaluated again where
+        the target's sliding window or the drafter's context lost something on the way back: nothing is lost silently.
+        """
+        capture = self._drafting if capture is None else capture
+        end = len(tokens)
+        if end > self._limit:
+            raise ConfigError(f"{end} tokens exceed the context window of {self._limit}")
+        began = perf_counter()
+        first_row = max(0, end - self._rows)  # the first position that the drafter must see
+        start = min(keep, self._target.position, end - 1)
+        if not self._rewind_drafter(start) and capture:
+            start = min(start, first_row)
+        if not self._target.rollback(start):
+            self._target.clear()
+            start = 0
+        if start == 0:
+            self._drafter.reset()
+        self.input_ids[:end] = tokens
+        self.n_tokens = start
+        self._requires_eval = True
+        capture_from = max(start, first_row) if capture else end
+        if self._drafter.position != capture_from and capture:
+            self._drafter.reset()
+        if self._logits_all:
+            self._decode_pieces(tokens[start:end], n=self._target.n_batch, all_logits=True, capture=capture)
+        else:
+            self._decode_pieces(tokens[start:capture_from], n=self._target.n_batch, last_logits=not capture)
+            self._decode_captured(tokens[capture_from:end])
+        self._requires_eval = False
+        self.counters.prompt_ms += (perf_counter() - began) * 1e3
+
+    def _decode_captured(self, tokens: NDArray[np.intc]) -> None:
+        """The rows that the drafter must see; logits only where they are wanted, at the end."""
+        largest = min(CAPTURE_ROWS, self._target.n_batch)
+        if self._can_stop and len(tokens) > WHOLE_PROMPT:
+            tail = min(LOGIT_ROWS, largest)
+            self._decode_pieces(tokens[:-tail], n=largest, all_logits=True, capture=True, stop=True)
+            tokens = tokens[-tail:]
+        # llama.cpp keeps the last layer only for flagged rows; earlier layers need no flags.
+        self._decode_pieces(tokens, n=largest, all_logits=self._can_stop, capture=True)
+
+    def _decode_pieces(
+        self,
+        tokens: NDArray[np.intc],
+        *,
+        n: int,
+        all_logits: bool = False,
+        last_logits: bool = True,
+        capture: bool = False,
+        stop: bool = False,
+    ) -> None:
+        """Decode in pieces of at most n tokens, of nearly equal size (kernels for very few rows round differently)."""
+        if len(tokens) == 0:
+            return
+        for piece in np.array_split(tokens, -(-len(tokens) // n)):
+            start = self._target.position
+            self._capture.enabled = capture
+            self._target.decode(piece, all_logits=all_logits, last_logits=last_logits, stop=stop)
+            self.n_tokens = self._target.position
+            if capture:
+                self._drafter.append_captured(self._capture, len(piece), start)
+            if self._logits_all:
+                self.scores[start : start + len(piece)] = self._target.all_logits(len(piece))
+
+    def _rewind_drafter(self, position: int) -> bool:
+        """Take the drafter's context back to `position`. False when rows are missing there; it is empty then."""
+        if self._drafter.position >= position:
+            try:
+                self._drafter.rollback(position)
+            except RollbackError:
+                self._drafter.reset()
+        return self._drafter.position == position
+
+    # -- generation -------------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        tokens: Sequence[int],
+        top_k: int = 40,
+        top_p: float = 0.95,
+        min_p: float = 0.05,
+        typical_p: float = 1.0,
+        temp: float = 0.80,
+        repeat_penalty: float = 1.0,
+        reset: bool = True,
+        frequency_penalty: float = 0.0,
+        presence_penalty: float = 0.0,
+        tfs_z: float = 1.0,
+        mirostat_mode: int = 0,
+        mirostat_tau: float = 5.0,
+        mirostat_eta: float = 0.1,
+        penalize_nl: bool = True,
+        logits_processor: llama_cpp.LogitsProcessorList | None = None,
+        stopping_criteria: llama_cpp.StoppingCriteriaList | None = None,
+        grammar: llama_cpp.LlamaGrammar | None = None,
+    ) -> Generator[int, Sequence[int] | None, None]:
+        """Tokens after a prompt, as `Llama.generate`. A sequence sent in is verified in place of the next draft.
+
+        When the generator is closed, the session holds the prompt and the tokens that were yielded, the last one not
+        evaluated, as with Llama. Raises ConfigError (a ValueError) for an empty prompt, one that exceeds the context,
+        or ids outside the vocabulary; the session stays usable.
+        """
+        wanted, self._wanted = self._wanted, None
+        prompt = self._checked(tokens)
+        self._sampler = sampler = self._init_sampler(
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            typical_p=typical_p,
+            temp=temp,
+            repeat_penalty=repeat_penalty,
+            frequency_penalty=frequency_penalty,
+            presence_penalty=presence_penalty,
+            tfs_z=tfs_z,
+            mirostat_mode=mirostat_mode,
+            mirostat_tau=mirostat_tau,
+            mirostat_eta=mirostat_eta,
+            penalize_nl=penalize_nl,
+            logits_processor=logits_processor,
+            grammar=grammar,
+        )
+        turn = self._turn = object()
+
+        def sample(row: int) -> int:
+            began = perf_counter()
+            token = sampler.sample(self._ctx, row)
+            self.counters.sample_ms += (perf_counter() - began) * 1e3
+            return token
+
+        def stop(row: int) -> bool:
+            return stopping_criteria is not None and stopping_criteria(self._input_ids, self._target.logits(row))
+
+        try:
+            self._prefill(prompt, reset)
+            yield from run_rounds(self, turn, sample, stop, wanted)
+        finally:
+            if self.owned_by(turn):
+                self._turn = None
+
+    def _prefill(self, prompt: NDArray[np.intc], reset: bool) -> None:
+        """Evaluate the prompt, reusing the longest prefix that is already there."""
+        if not reset:
+            prompt = np.concatenate([self._input_ids, prompt])
+        if len(prompt) == 0:
+            raise ConfigError("the prompt is empty; needed at least one token")
+        n = min(self.n_tokens, len(prompt))
+        differs = np.flatnonzero(self.input_ids[:n] != prompt[:n])
+        shared = int(differs[0]) if len(differs) else n
+        logits_ready = not self._requires_eval and self._target.position == self.n_tokens == shared == len(prompt)
+        if logits_ready and (not self._drafting or self._drafter.position == shared):
+            return
+        self._evaluate(prompt, keep=shared)
+
+    def _create_completion(self, *args: Any, **kwargs: Any) -> Any:
+        bound = inspect.signature(super()._create_completion).bind(*args, **kwargs)
+        limit = bound.arguments.get("max_tokens", 16)
+        self._wanted = limit if limit is not None and limit > 0 else None
+        try:
+            yield from super()._create_completion(*args, **kwargs)
+        finally:
+            self._wanted = None
+
+    # -- steps of a round (see rounds.py) ---------------------------------------------------------------------------
+
+    def draft(self, anchor: int, wanted: int | None) -> list[int]:
+        """Drafts for the next round; none when only one token is wanted or the context is nearly full."""
+        n = min(self.depth.now, self._limit - self.n_tokens - 1)
+        if wanted is not None:
+            n = min(n, wanted - 1)
+        if n <= 0:
+            return []
+        began = perf_counter()
+        tokens = self._drafter.draft(anchor, n, window=self._window).tokens.tolist()
+        self.counters.draft_ms += (perf_counter() - began) * 1e3
+        return tokens
+
+    def check_proposal(self, tokens: Sequence[int]) -> list[int]:
+        """Proposals from outside, cut to what one verify decode can take."""
+        n = min(self._target.n_ubatch, self._limit - self.n_tokens) - 1
+        return self._checked(tokens)[: max(n, 0)].tolist()
+
+    def verify(self, anchor: int, draft: list[int]) -> None:
+        """One target decode of the anchor and the drafts, every row with logits and captured."""
+        start, rows = self.n_tokens, len(draft) + 1
+        if start + rows > self._limit:
+            raise DecodeError(f"the context window of {self._limit} tokens is full")
+        tokens = np.array([anchor, *draft], dtype=np.intc)
+        self.input_ids[start : start + rows] = tokens
+        self._requires_eval = True
+        self._capture.enabled = self._drafting
+        decode_ms, callback_ms = self._target.decode_ms, self._capture.ms
+        self._target.decode(tokens, all_logits=True)
+        self.counters.verify_ms += self._target.decode_ms - decode_ms
+        self.counters.capture_ms += self._capture.ms - callback_ms
+        if self._logits_all:
+            self.scores[start : start + rows] = self._target.all_logits(rows)
+
+    def commit(self, start: int, n_rows: int) -> None:
+        """Keep the first n_rows of the last verify, which began at `start`; forget the others."""
+        self.n_tokens = start + n_rows
+        self._requires_eval = self._target.position != self.n_tokens
+        if not self._target.rollback(self.n_tokens):
+            self._evaluate(self._input_ids.copy(), keep=0)
+        elif self._drafting:
+            began = perf_counter()
+            self._drafter.append_captured(self._capture, n_rows, start)
+            self.counters.capture_ms += (perf_counter() - began) * 1e3
+
+    def owned_by(self, turn: object) -> bool:
+        """Whether no other call has begun since `turn` did."""
+        return self._turn is turn
+
+    def check_turn(self, turn: object) -> None:
+        """Raise SessionBusyError when another call has taken over the session."""
+        if not self.owned_by(turn):
+            raise SessionBusyError("another call on this session has begun; this generator cannot go on")
+
+
+def _n_ubatch(llama_kwargs: dict[str, Any]) -> int:
+    """The micro-batch size that Llama will use for these keywords, before the model is known."""
+    sizes = [llama_kwargs.get("n_batch", 512), llama_kwargs.get("n_ubatch", 512)]
+    n_ctx = llama_kwargs.get("n_ctx", 512)
+    return min([*sizes, n_ctx] if n_ctx else sizes)

@@ -1,0 +1,1 @@
+"""Training of the small demo pair: a Laguna target and its DFlash drafter."""
