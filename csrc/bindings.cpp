@@ -1,8 +1,8 @@
 // pybind11 module laguna_gguf._native: conversions and exception mapping only.
+#include "gguf/bindings.h"
 #include "capture/hidden_capture.h"
 #include "dflash/drafter.h"
 #include "error.h"
-#include "gguf/bindings.h"
 
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
@@ -108,8 +108,8 @@ void append(Drafter &drafter, const Floats &features, int64_t start_position) {
             found += (i ? ", " : "") + std::to_string(features.shape(i));
         }
         throw Error(ErrorKind::config, "features have shape " + found + "]; needed [n_rows, " +
-                                           std::to_string(config.n_captured()) + ", " +
-                                           std::to_string(config.n_embd) + "]");
+                                           std::to_string(config.n_captured()) + ", " + std::to_string(config.n_embd) +
+                                           "]");
     }
     const float *data = features.data();
     const int64_t n_rows = features.shape(0);
@@ -185,8 +185,9 @@ void bind_drafter(py::module_ &m) {
 void bind_capture(py::module_ &m) {
     py::class_<HiddenCapture>(m, "HiddenCapture")
         .def(py::init<std::vector<int>, int64_t>(), py::arg("layers"), py::arg("n_embd"))
-        .def_property_readonly("callback_address",
-                               [](const HiddenCapture &) { return reinterpret_cast<uintptr_t>(&HiddenCapture::callback); })
+        .def_property_readonly(
+            "callback_address",
+            [](const HiddenCapture &) { return reinterpret_cast<uintptr_t>(&HiddenCapture::callback); })
         .def_property_readonly("user_data_address",
                                [](const HiddenCapture &self) { return reinterpret_cast<uintptr_t>(&self); })
         .def_readwrite("enabled", &HiddenCapture::enabled)
@@ -209,7 +210,8 @@ PYBIND11_MODULE(_native, m) {
     m.attr("LLAMA_CPP_PYTHON_VERSION") = LLAMA_CPP_PYTHON_VERSION;
     m.def("ggml_library_path", &ggml_library_path);
     m.def(
-        "output_device", [](uintptr_t model) { return laguna::output_device_name(reinterpret_cast<const llama_model *>(model)); },
+        "output_device",
+        [](uintptr_t model) { return laguna::output_device_name(reinterpret_cast<const llama_model *>(model)); },
         py::arg("llama_model"));
     laguna::bind_gguf(m);
     bind_capture(m);

@@ -10,8 +10,8 @@ enum class ErrorKind { config, checkpoint, target_mismatch, capture, rollback, m
 
 /// The one exception the native half throws on purpose.
 class Error : public std::runtime_error {
-public:
-    Error(ErrorKind kind, const std::string & message) : std::runtime_error(message), kind(kind) {}
+  public:
+    Error(ErrorKind kind, const std::string &message) : std::runtime_error(message), kind(kind) {}
 
     ErrorKind kind;
 };

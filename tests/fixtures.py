@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from typing import Any, Literal
 
+import gguf
 import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
@@ -151,3 +152,93 @@ def write_drafter_dir(
         path, layout_tensors(tensors, config, layout), dtype=dtype, n_shards=3 if layout == "sharded" else 1
     )
     return tensors
+
+
+_GGUF_BLOCK = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.g_proj": "attn_gate",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+_GGUF_COMBINE = {
+    "A": ("fc", "enc.output_norm", None),
+    "B": ("dflash_fc", "dflash_hidden_norm", "dflash_aux_hidden_norm"),
+    "C": ("dflash.fc", "dflash.hidden_norm", "dflash.aux_hidden_norm"),
+}
+
+
+def dialect_tensors(
+    tensors: dict[str, FloatArray], config: dict[str, Any], dialect: Literal["A", "B", "C"]
+) -> dict[str, FloatArray]:
+    """Fused Hugging Face weights under the names of a GGUF dialect (with ".weight")."""
+    fc, hidden_norm, aux_norm = _GGUF_COMBINE[dialect]
+    n_captured = len(config["dflash_config"]["target_layer_ids"])
+    aux = [tensors[f"aux_hidden_norms.{a}.weight"] for a in range(n_captured)]
+    out = {fc: tensors["fc.weight"], hidden_norm: tensors["hidden_norm.weight"], "output_norm": tensors["norm.weight"]}
+    out |= {"enc.aux_norm": np.stack(aux)} if aux_norm is None else {f"{aux_norm}.{a}": t for a, t in enumerate(aux)}
+    split = layout_tensors(tensors, config, "split")
+    for layer in range(config["num_hidden_layers"]):
+        names = _GGUF_BLOCK | {f"self_attn.{letter}_proj": f"attn_{letter}" for letter in "qkv"}
+        out |= {f"blk.{layer}.{gguf_name}": split[f"layers.{layer}.{name}.weight"] for name, gguf_name in names.items()}
+    return {f"{name}.weight": t for name, t in out.items()}
+
+
+def write_drafter_gguf(
+    path: str | Path,
+    tensors: dict[str, FloatArray],
+    config: dict[str, Any],
+    *,
+    dialect: Literal["A", "B", "C"] = "A",
+    tokenizer: bool = True,
+) -> Path:
+    """Write fused float32 weights as a GGUF of any dialect, independently of the package's own converter.
+
+    Only the keys that published files of that dialect carry, and the window. The tokenizer is a list of made-up tokens;
+    without one the vocabulary's size is written instead.
+    """
+    arch = "dflash" if dialect == "A" else "dflash-draft"
+    nested = "dflash" if dialect == "A" else "dflash-draft.dflash"
+    dflash = config["dflash_config"]
+    writer = gguf.GGUFWriter(path, arch)
+    for key, field in {
+        "block_count": "num_hidden_layers",
+        "context_length": "max_position_embeddings",
+        "embedding_length": "hidden_size",
+        "feed_forward_length": "intermediate_size",
+        "attention.head_count": "num_attention_heads",
+        "attention.head_count_kv": "num_key_value_heads",
+        "attention.key_length": "head_dim",
+        "attention.value_length": "head_dim",
+        "attention.sliding_window": "sliding_window",
+    }.items():
+        writer.add_uint32(f"{arch}.{key}", config[field])
+    writer.add_float32(f"{arch}.attention.layer_norm_rms_epsilon", config["rms_norm_eps"])
+    writer.add_float32(f"{arch}.rope.freq_base", config["rope_theta"])
+    writer.add_uint32(f"{nested}.block_size", dflash["block_size"])
+    if dialect == "A":
+        writer.add_string("dflash.decoder_arch", "laguna")
+        writer.add_uint32("tokenizer.ggml.mask_token_id", dflash["mask_token_id"])
+        writer.add_array("dflash.target_layers", [i + 1 for i in dflash["target_layer_ids"]])
+    else:
+        if dialect == "B":
+            writer.add_bool(f"{nested}.laguna", True)
+        writer.add_uint32(f"{nested}.mask_token_id", dflash["mask_token_id"])
+        writer.add_uint32(f"{nested}.n_target_features", len(dflash["target_layer_ids"]) * config["hidden_size"])
+        writer.add_array(f"{nested}.target_layer_ids", list(dflash["target_layer_ids"]))
+    if tokenizer:
+        writer.add_string("tokenizer.ggml.model", "gpt2")
+        writer.add_array("tokenizer.ggml.tokens", [f"t{i}" for i in range(config["vocab_size"])])
+    else:
+        writer.add_uint32(f"{arch}.vocab_size", config["vocab_size"])
+    for name, tensor in dialect_tensors(tensors, config, dialect).items():
+        writer.add_tensor(name, tensor)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return Path(path)

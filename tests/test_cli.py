@@ -306,7 +306,7 @@ def tiny_demo(tmp_path: Path, tiny_drafter: Path, monkeypatch: pytest.MonkeyPatc
     write_tiny_target(tmp_path / demo.TARGET_FILE, dtype="f16")
     convert_dflash(tiny_drafter, tmp_path / demo.DRAFTER_FILE, outtype="bf16", target=tmp_path / demo.TARGET_FILE)
     prompts = [{"file": f"part{i}.py", "prompt": f"import os\n\ndef part{i}(x):\n    "} for i in range(6)]
-    (tmp_path / demo.PROMPTS_FILE).write_text(json.dumps(prompts), encoding="utf-8")
+    (tmp_path / demo.PROMPTS_FILE).write_text(json.dumps({"prompts": prompts}), encoding="utf-8")
     monkeypatch.setattr(demo, "DATA_DIR", tmp_path)
     monkeypatch.setattr(demo, "N_PREDICT", 24)
     return tmp_path
@@ -336,7 +336,7 @@ def test_demo_for_people(run: Run, tiny_demo: Path) -> None:
     assert result.code == 0, result.err
     for word in ("part0.py", "part3.py", "tokens", "rounds", "tau", "ratio", "identical", "all"):
         assert word in result.out
-    assert "part4.py" not in result.out and "\x1b" not in result.out
+    assert "part4.py" not in result.out and "\x1b[4" not in result.out
 
 
 def test_demo_without_models(run: Run, tiny_demo: Path) -> None:

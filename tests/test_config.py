@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fixtures import REMOVE, drafter_config
-from malformed import builder as b
-from malformed.builder import GgufBuilder
 
+from fixtures import REMOVE, drafter_config
 from laguna_gguf.dflash.config import DrafterConfig, parse_config
 from laguna_gguf.errors import CheckpointError, ConfigError, LagunaError, TargetMismatchError
+from malformed import builder as b
+from malformed.builder import GgufBuilder
 
 XS_2_1: dict[str, Any] = {
     "architectures": ["DFlashLagunaForCausalLM"],
@@ -176,7 +176,7 @@ def test_rejects_by_field_name(field: str, value: Any) -> None:
 
 def test_message_has_found_and_needed(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(drafter_config(gating="per-element")))
-    with pytest.raises(ConfigError, match="'per-element'.*needed 'per-head'") as caught:
+    with pytest.raises(ConfigError, match=r"'per-element'.*needed 'per-head'") as caught:
         DrafterConfig.from_json(tmp_path)
     assert str(tmp_path) in str(caught.value)
 
@@ -329,6 +329,20 @@ def test_from_gguf_rejects_missing_or_mistyped_keys(tmp_path: Path) -> None:
 def test_from_gguf_names_other_models(tmp_path: Path, builder: GgufBuilder, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         DrafterConfig.from_gguf(builder.write(tmp_path / "d.gguf"))
+
+
+WEIRD: list[Any] = [None, True, -1, 0, 1.5, "x", [], {}, [[]], [{}], [None], 10**30, float("nan"), {"a": []}]
+
+
+@pytest.mark.parametrize("field", [*drafter_config(), *drafter_config()["dflash_config"]])
+def test_no_json_value_raises_anything_else(field: str) -> None:
+    for value in WEIRD:
+        data = drafter_config()
+        (data["dflash_config"] if field in data["dflash_config"] else data)[field] = value
+        try:
+            DrafterConfig.from_json(data)
+        except ConfigError as error:
+            assert field in str(error) or field == "vocab_size"
 
 
 def test_config_is_frozen_and_hashable() -> None:

@@ -473,7 +473,7 @@ def test_rollback_across_the_wrap_is_exact_or_refused(make_pair: PairFactory, wi
         for piece in chunks(features[:120], size):
             pair.append(piece)
         rollback_or_refuse(pair, 120 - depth)
-        pair.check(modes=("per_query",))
+        pair.check(n=3)
         if depth % 9 == 1:
             for piece in chunks(features[120:], 4):
                 pair.append(piece)

@@ -8,18 +8,19 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-from malformed import builder as b
-from malformed.builder import GgufBuilder
 
 from laguna_gguf import _native
 from laguna_gguf.errors import CheckpointError, ConfigError
+from malformed import builder as b
+from malformed.builder import GgufBuilder
 
 
 def good() -> GgufBuilder:
     """A small valid file with every value type and three tensors."""
     builder = GgufBuilder().key("general.architecture", b.STRING, "test")
-    for kind, value in ((b.U8, 255), (b.I8, -128), (b.U16, 65535), (b.I16, -32768), (b.U32, 2**32 - 1), (b.I32, -(2**31)),
-                        (b.F32, 0.5), (b.BOOL, 1), (b.U64, 2**64 - 1), (b.I64, -(2**63)), (b.F64, 0.1)):
+    values = {b.U8: 255, b.I8: -128, b.U16: 65535, b.I16: -32768, b.U32: 2**32 - 1, b.I32: -(2**31), b.F32: 0.5,
+              b.BOOL: 1, b.U64: 2**64 - 1, b.I64: -(2**63), b.F64: 0.1}
+    for kind, value in values.items():
         builder.key(f"scalar.{kind}", kind, value)
         builder.array_key(f"array.{kind}", kind, [value, 0, value])
     builder.array_key("strings", b.STRING, ["a", "", "ü"]).array_key("empty", b.F32, [])
@@ -130,7 +131,8 @@ ATTACKS: dict[str, tuple[Callable[[], GgufBuilder], str]] = {
     "array-of-strings-huge": (lambda: GgufBuilder().array_key("k", b.STRING, ["v"], 1 << 40), "elements"),
     "array-string-past-end": (lambda: GgufBuilder().raw_key("k", b.ARRAY, struct.pack("<IQ", b.STRING, 1) +
                                                             b.string("v", 99)), "truncated"),
-    "array-element-type": (lambda: GgufBuilder().raw_key("k", b.ARRAY, struct.pack("<IQ", 99, 1) + bytes(8)), "type 99"),
+    "array-element-type": (lambda: GgufBuilder().raw_key("k", b.ARRAY, struct.pack("<IQ", 99, 1) + bytes(8)),
+                           "type 99"),
     "array-nested": (lambda: GgufBuilder().raw_key("k", b.ARRAY, struct.pack("<IQ", b.ARRAY, 1) +
                                                    b.array(b.U8, [1])), "arrays of arrays"),
     "bool": (lambda: GgufBuilder().key("k", b.BOOL, 2), "bool value 2"),
@@ -140,7 +142,8 @@ ATTACKS: dict[str, tuple[Callable[[], GgufBuilder], str]] = {
     "alignment-array": (lambda: GgufBuilder().array_key("general.alignment", b.U32, [32]), "general.alignment"),
     "alignment-0": (lambda: GgufBuilder().key("general.alignment", b.U32, 0), "power of two"),
     "alignment-3": (lambda: GgufBuilder().key("general.alignment", b.U32, 3), "power of two"),
-    "alignment-huge": (lambda: GgufBuilder().key("general.alignment", b.U32, 1 << 31).tensor("t", (1,)), "power of two"),
+    "alignment-huge": (lambda: GgufBuilder().key("general.alignment", b.U32, 1 << 31).tensor("t", (1,)),
+                       "power of two"),
     "tensor-duplicate": (lambda: GgufBuilder().tensor("t", (1,)).tensor("t", (1,)), "duplicate tensor"),
     "tensor-name-long": (lambda: GgufBuilder().tensor("t" * 64, (1,)), "bytes long"),
     "dims-5": (lambda: GgufBuilder().tensor("t", (1, 1, 1, 1, 1)), "5 dimensions"),
@@ -209,6 +212,8 @@ def test_rejects_what_is_not_a_file(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "missing.gguf", tmp_path / "empty.gguf"):
         with pytest.raises(CheckpointError, match=path.name):
             _native.GgufFile(str(path))
+    with pytest.raises(CheckpointError, match="null byte"):
+        _native.GgufFile("a\0b")
 
 
 def shards(count: int) -> list[GgufBuilder]:
@@ -244,7 +249,7 @@ def test_shards_through_symlinks(tmp_path: Path) -> None:
 def test_missing_shard_is_named(tmp_path: Path) -> None:
     paths = write_shards(tmp_path, shards(3))
     paths[1].unlink()
-    with pytest.raises(CheckpointError, match="m-00002-of-00003.gguf"):
+    with pytest.raises(CheckpointError, match=r"m-00002-of-00003\.gguf"):
         _native.GgufFile(str(paths[0]))
 
 

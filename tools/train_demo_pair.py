@@ -116,7 +116,7 @@ def worker(rank: int, a: argparse.Namespace, stage: str) -> None:
             (a.work / "generation.json").write_text(json.dumps(report))
     else:
         sequences = sequence_arrays(a.work, a.sequences, length, config, "r")
-        n_train = a.sequences - max(4, min(128, a.sequences // 10))
+        n_train = a.sequences - max(4, min(64, a.sequences // 10))
         train_drafter(config, target, sequences, n_train, Plan(a.drafter_minutes, a.drafter_steps), settings, say)
 
 

@@ -106,11 +106,12 @@ int64_t HiddenCapture::n_rows() const {
     }
     for (size_t i = 1; i < layers_.size(); ++i) {
         if (rows_by_layer_[i] != rows_by_layer_[0]) {
-            throw Error(ErrorKind::capture,
-                        "layer " + std::to_string(layers_[0]) + " gave " + std::to_string(rows_by_layer_[0]) +
-                            " rows, layer " + std::to_string(layers_[i]) + " gave " + std::to_string(rows_by_layer_[i]) +
-                            "; every captured layer must give the same rows (llama.cpp crops the last layer to the rows "
-                            "whose logits flag is set)");
+            throw Error(
+                ErrorKind::capture,
+                "layer " + std::to_string(layers_[0]) + " gave " + std::to_string(rows_by_layer_[0]) + " rows, layer " +
+                    std::to_string(layers_[i]) + " gave " + std::to_string(rows_by_layer_[i]) +
+                    "; every captured layer must give the same rows (llama.cpp crops the last layer to the rows "
+                    "whose logits flag is set)");
         }
     }
     return rows_by_layer_[0];

@@ -21,7 +21,7 @@ class HiddenCapture {
     static bool callback(ggml_tensor *tensor, bool ask, void *user_data) noexcept;
 
     void begin();
-    int64_t n_rows() const;                    // throws CaptureError when the layers disagree
+    int64_t n_rows() const;                            // throws CaptureError when the layers disagree
     const float *rows() const { return data_.data(); } // [n_rows, n_layers, n_embd]
     size_t n_layers() const { return layers_.size(); }
     int64_t n_embd() const { return n_embd_; }

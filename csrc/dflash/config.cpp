@@ -33,8 +33,8 @@ void DrafterConfig::validate() const {
     require_range("target_layer_ids (count)", n_captured(), 1, 1024);
     if (n_head % n_head_kv != 0) {
         throw Error(ErrorKind::config, "num_attention_heads is " + std::to_string(n_head) +
-                                           "; needed a multiple of num_key_value_heads (" +
-                                           std::to_string(n_head_kv) + ")");
+                                           "; needed a multiple of num_key_value_heads (" + std::to_string(n_head_kv) +
+                                           ")");
     }
     if (head_dim % 2 != 0) {
         throw Error(ErrorKind::config, "head_dim is " + std::to_string(head_dim) + "; RoPE needs an even number");

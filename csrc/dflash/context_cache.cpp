@@ -12,8 +12,8 @@ namespace {
 
 int64_t pad(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
-constexpr int64_t SLOT_MULTIPLE = 32;   // keeps matrix products on their fast paths
-constexpr int64_t SMALLEST_VIEW = 128;  // below this a shorter view of the ring gains nothing
+constexpr int64_t SLOT_MULTIPLE = 32;  // keeps matrix products on their fast paths
+constexpr int64_t SMALLEST_VIEW = 128; // below this a shorter view of the ring gains nothing
 
 } // namespace
 
@@ -52,13 +52,13 @@ void ContextCache::check_start(int64_t start) const {
 void ContextCache::begin(int64_t start) {
     if (empty_) {
         empty_ = false;
-        first_ = position_ = oldest_ = start;
+        first_ = position_ = oldest_ = rope_origin_ = start;
     }
 }
 
 void ContextCache::skip(int64_t n) {
     position_ += n;
-    oldest_ = position_;
+    oldest_ = rope_origin_ = position_;
 }
 
 void ContextCache::commit(int64_t n) {
@@ -80,11 +80,14 @@ void ContextCache::rollback(int64_t position) {
     }
     position_ = position;
     oldest_ = std::min(oldest_, position);
+    if (oldest_ == position_) {
+        rope_origin_ = position_;
+    }
 }
 
 void ContextCache::reset() {
     empty_ = true;
-    first_ = position_ = oldest_ = 0;
+    first_ = position_ = oldest_ = rope_origin_ = 0;
 }
 
 void ContextCache::fill_mask(float *mask, int64_t n_rows, int64_t n_slots, bool anchored) const {

@@ -96,16 +96,15 @@ void Drafter::append(const float *features, int64_t n_rows, int64_t start_positi
 }
 
 void Drafter::store(const float *features, int64_t n_rows) {
-    ContextGraph &context = context_graphs_.get(n_rows, [&] {
-        return std::make_unique<ContextGraph>(config_, weights_, cache_, backends_, n_rows);
-    });
+    ContextGraph &context = context_graphs_.get(
+        n_rows, [&] { return std::make_unique<ContextGraph>(config_, weights_, cache_, backends_, n_rows); });
     const int64_t n_kv = config_.n_head_kv * config_.head_dim;
     positions_.resize(static_cast<size_t>(n_rows));
     slots_.resize(static_cast<size_t>(n_rows));
     cells_.resize(static_cast<size_t>(n_rows * n_kv));
     for (int64_t row = 0; row < n_rows; ++row) {
         const int64_t slot = cache_.slot(cache_.position() + row);
-        positions_[static_cast<size_t>(row)] = static_cast<int32_t>(cache_.position() + row);
+        positions_[static_cast<size_t>(row)] = static_cast<int32_t>(cache_.rope_position(cache_.position() + row));
         slots_[static_cast<size_t>(row)] = slot;
         for (int64_t i = 0; i < n_kv; ++i) {
             cells_[static_cast<size_t>(row * n_kv + i)] = i * cache_.n_slots() + slot;
@@ -121,21 +120,23 @@ void Drafter::store(const float *features, int64_t n_rows) {
 
 void Drafter::draft(int32_t anchor, int64_t n, bool anchored, int32_t *tokens, float *logits) {
     if (!target_) {
-        throw Error(ErrorKind::target_mismatch, "no target is bound: its embeddings and output head are needed to draft");
+        throw Error(ErrorKind::target_mismatch,
+                    "no target is bound: its embeddings and output head are needed to draft");
     }
     if (n < 1 || n > config_.block_size - 1) {
         throw Error(ErrorKind::config, "n is " + std::to_string(n) + "; needed 1.." +
                                            std::to_string(config_.block_size - 1) + " (block_size - 1)");
     }
     if (anchor < 0 || anchor >= config_.n_vocab) {
-        throw Error(ErrorKind::config, "anchor token is " + std::to_string(anchor) + "; needed 0.." +
-                                           std::to_string(config_.n_vocab - 1));
+        throw Error(ErrorKind::config,
+                    "anchor token is " + std::to_string(anchor) + "; needed 0.." + std::to_string(config_.n_vocab - 1));
     }
     const bool output_in_host = ggml_backend_buffer_is_host(target_->output()->buffer);
     const bool argmax = argmax_on_device || !output_in_host;
     const int64_t n_slots = cache_.n_slots_used();
     BlockGraph &block = block_graphs_.get({n, n_slots, argmax}, [&] {
-        return std::make_unique<BlockGraph>(config_, weights_, cache_, target_->output(), backends_, n, n_slots, argmax);
+        return std::make_unique<BlockGraph>(config_, weights_, cache_, target_->output(), backends_, n, n_slots,
+                                            argmax);
     });
 
     const size_t width = static_cast<size_t>(config_.n_embd);
@@ -143,7 +144,7 @@ void Drafter::draft(int32_t anchor, int64_t n, bool anchored, int32_t *tokens, f
     target_->embed(anchor, embeddings_.data());
     positions_.resize(static_cast<size_t>(n + 1));
     for (int64_t row = 0; row <= n; ++row) {
-        positions_[static_cast<size_t>(row)] = static_cast<int32_t>(cache_.position() + row);
+        positions_[static_cast<size_t>(row)] = static_cast<int32_t>(cache_.rope_position(cache_.position() + row));
         if (row > 0) {
             std::copy(mask_row_.begin(), mask_row_.end(), embeddings_.begin() + static_cast<int64_t>(width) * row);
         }

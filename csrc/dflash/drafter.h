@@ -87,9 +87,9 @@ class Drafter {
     Weights weights_;
     ContextCache cache_;
     std::optional<TargetTensors> target_;
-    GraphCache<int64_t, ContextGraph> context_graphs_;                          // by n_rows
-    GraphCache<std::tuple<int64_t, int64_t, bool>, BlockGraph> block_graphs_;   // by n, n_slots, argmax
-    std::vector<float> mask_row_;                                               // embedding of the mask token
+    GraphCache<int64_t, ContextGraph> context_graphs_;                        // by n_rows
+    GraphCache<std::tuple<int64_t, int64_t, bool>, BlockGraph> block_graphs_; // by n, n_slots, argmax
+    std::vector<float> mask_row_;                                             // embedding of the mask token
     std::vector<float> embeddings_;
     std::vector<float> mask_;
     std::vector<int32_t> positions_;

@@ -61,8 +61,8 @@ class Builder {
         q = ggml_cont(ctx_, ggml_permute(ctx_, q, 0, 2, 1, 3)); // [D, m, nq]
         q = ggml_reshape_3d(ctx_, q, dim, n_rows * config_.n_group(), config_.n_head_kv);
         ggml_tensor *k = ggml_view_3d(ctx_, keys, dim, n_slots, config_.n_head_kv, keys->nb[1], dim * F32, 0);
-        ggml_tensor *v = ggml_view_3d(ctx_, values, n_slots, dim, config_.n_head_kv, values->nb[1],
-                                      values->nb[1] * dim, 0);
+        ggml_tensor *v =
+            ggml_view_3d(ctx_, values, n_slots, dim, config_.n_head_kv, values->nb[1], values->nb[1] * dim, 0);
         ggml_tensor *scores = ggml_mul_mat(ctx_, k, q); // [n_slots, m * group, nkv]
         scores = ggml_reshape_3d(ctx_, scores, n_slots, n_rows, config_.n_head);
         scores = ggml_soft_max_ext(ctx_, scores, mask, 1.0f / std::sqrt(static_cast<float>(dim)), 0.0f);
@@ -109,8 +109,8 @@ ContextGraph::ContextGraph(const DrafterConfig &config, const Weights &weights, 
     const size_t max_nodes = 64 + 32 * static_cast<size_t>(config.n_layer);
     graph = std::make_unique<FixedGraph>(backends, max_nodes, [&](ggml_context *ctx, ggml_cgraph *gf) {
         Builder build(config, ctx);
-        features = input(
-            ggml_new_tensor_3d(ctx, GGML_TYPE_F32, config.n_embd, config.n_captured(), n_rows), "features");
+        features =
+            input(ggml_new_tensor_3d(ctx, GGML_TYPE_F32, config.n_embd, config.n_captured(), n_rows), "features");
         positions = input(ggml_new_tensor_1d(ctx, GGML_TYPE_I32, n_rows), "positions");
         key_slots = input(ggml_new_tensor_1d(ctx, GGML_TYPE_I64, n_rows), "key_slots");
         value_cells = input(ggml_new_tensor_1d(ctx, GGML_TYPE_I64, n_rows * n_kv), "value_cells");
@@ -118,7 +118,7 @@ ContextGraph::ContextGraph(const DrafterConfig &config, const Weights &weights, 
         ggml_tensor *u = build.rms(features, weights.aux_norm); // each captured layer by itself
         u = ggml_reshape_2d(ctx, u, config.n_embd * config.n_captured(), n_rows);
         ggml_tensor *c = build.rms(ggml_mul_mat(ctx, weights.fc, u), weights.hidden_norm); // [H, m]
-        ggml_tensor *c_hat = ggml_rms_norm(ctx, c, config.norm_eps);                      // shared by all layers
+        ggml_tensor *c_hat = ggml_rms_norm(ctx, c, config.norm_eps);                       // shared by all layers
         for (size_t i = 0; i < weights.layers.size(); ++i) {
             const LayerWeights &layer = weights.layers[i];
             ggml_tensor *e = ggml_mul(ctx, c_hat, layer.attn_norm);
@@ -156,8 +156,8 @@ BlockGraph::BlockGraph(const DrafterConfig &config, const Weights &weights, cons
             ggml_tensor *values = cache.values(i);
             ggml_tensor *k_scratch = ggml_view_3d(ctx, keys, config.head_dim, config.n_head_kv, n_rows,
                                                   config.head_dim * F32, keys->nb[1], 0);
-            ggml_tensor *v_scratch = ggml_view_3d(ctx, values, n_rows, config.head_dim, config.n_head_kv,
-                                                  values->nb[1], values->nb[1] * config.head_dim, 0);
+            ggml_tensor *v_scratch = ggml_view_3d(ctx, values, n_rows, config.head_dim, config.n_head_kv, values->nb[1],
+                                                  values->nb[1] * config.head_dim, 0);
             ggml_build_forward_expand(gf, ggml_cpy(ctx, k, k_scratch));
             ggml_build_forward_expand(gf, ggml_cpy(ctx, ggml_permute(ctx, qkv.v, 1, 2, 0, 3), v_scratch));
             x = ggml_add(ctx, x, build.attend(layer, q, keys, values, mask, m));

@@ -12,9 +12,9 @@ namespace laguna {
 
 // Context update: residual rows of m new target positions -> keys and values in the cache.
 struct ContextGraph {
-    ggml_tensor *features = nullptr;  // [H, A, m]
-    ggml_tensor *positions = nullptr; // [m] i32
-    ggml_tensor *key_slots = nullptr; // [m] i64: column of the key cache
+    ggml_tensor *features = nullptr;    // [H, A, m]
+    ggml_tensor *positions = nullptr;   // [m] i32
+    ggml_tensor *key_slots = nullptr;   // [m] i64: column of the key cache
     ggml_tensor *value_cells = nullptr; // [m D nkv] i64: element of the transposed value cache
     std::unique_ptr<FixedGraph> graph;
 

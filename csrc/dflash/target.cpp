@@ -24,8 +24,8 @@ GetTensor find_get_tensor() {
 #ifdef _WIN32
     HMODULE module = GetModuleHandleA("llama.dll");
     return module == nullptr ? nullptr
-                             : reinterpret_cast<GetTensor>(reinterpret_cast<void *>(GetProcAddress(
-                                   module, "?get_tensor@llama_model@@QEBAPEAUggml_tensor@@PEBD@Z")));
+                             : reinterpret_cast<GetTensor>(reinterpret_cast<void *>(
+                                   GetProcAddress(module, "?get_tensor@llama_model@@QEBAPEAUggml_tensor@@PEBD@Z")));
 #else
     Dl_info info = {};
     if (dladdr(reinterpret_cast<const void *>(&llama_model_n_embd), &info) == 0) {
@@ -81,7 +81,8 @@ TargetTensors::TargetTensors(const llama_model *model, int64_t n_embd, int64_t n
     require_shape(embeddings_, "token_embd.weight", n_embd, n_vocab);
     require_shape(output_, "output.weight", n_embd, n_vocab);
     const std::string buffer_type = ggml_backend_buft_name(ggml_backend_buffer_get_type(embeddings_->buffer));
-    const bool readable = ggml_backend_buffer_is_host(embeddings_->buffer) || device_of(embeddings_) != device_by_name("");
+    const bool readable =
+        ggml_backend_buffer_is_host(embeddings_->buffer) || device_of(embeddings_) != device_by_name("");
     if (!readable || buffer_type.find("REPACK") != std::string::npos ||
         (embeddings_->type != GGML_TYPE_F32 && ggml_get_type_traits(embeddings_->type)->to_float == nullptr)) {
         throw Error(ErrorKind::target_mismatch, "rows of the target's token_embd.weight (" +

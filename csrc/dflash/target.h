@@ -19,7 +19,7 @@ class TargetTensors {
 
     ggml_tensor *output() const { return output_; } // [n_embd, n_vocab]
     ggml_backend_dev_t output_device() const;
-    void embed(int32_t token, float *row);          // row [n_embd]
+    void embed(int32_t token, float *row); // row [n_embd]
 
   private:
     ggml_tensor *embeddings_;

@@ -42,7 +42,8 @@ class Loader {
                                                    std::to_string(static_cast<int>(source.type)) + ")");
         }
         if (norm && source.type != GGML_TYPE_F32) {
-            throw Error(ErrorKind::checkpoint, "tensor " + name + " is " + ggml_type_name(source.type) + "; needed f32");
+            throw Error(ErrorKind::checkpoint,
+                        "tensor " + name + " is " + ggml_type_name(source.type) + "; needed f32");
         }
         size_t n_bytes = ggml_row_size(source.type, ne[0]);
         for (size_t i = 1; i < ne.size(); ++i) {
@@ -145,10 +146,9 @@ Weights::Weights(const DrafterConfig &config, const TensorSources &sources, ggml
         const std::string blk = "blk." + std::to_string(i) + ".";
         LayerWeights layer = {};
         layer.attn_norm = loader.norm(blk + "attn_norm", {n_embd});
-        layer.qkv = loader.fused(blk + "attn_qkv", n_embd,
-                                 {{blk + "attn_q", n_q, &layer.q},
-                                  {blk + "attn_k", n_kv, &layer.k},
-                                  {blk + "attn_v", n_kv, &layer.v}});
+        layer.qkv = loader.fused(
+            blk + "attn_qkv", n_embd,
+            {{blk + "attn_q", n_q, &layer.q}, {blk + "attn_k", n_kv, &layer.k}, {blk + "attn_v", n_kv, &layer.v}});
         layer.q_norm = loader.norm(blk + "attn_q_norm", {config.head_dim});
         layer.k_norm = loader.norm(blk + "attn_k_norm", {config.head_dim});
         layer.gate = loader.matrix(blk + "attn_gate", n_embd, config.n_head);

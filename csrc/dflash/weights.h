@@ -30,7 +30,7 @@ struct LayerWeights {
     ggml_tensor *ffn_norm;    // [H]
     ggml_tensor *ffn_gate_up; // [H, 2 I], rows gate | up; null when their types differ
     ggml_tensor *ffn_gate, *ffn_up;
-    ggml_tensor *ffn_down;    // [I, H]
+    ggml_tensor *ffn_down; // [I, H]
 };
 
 class Weights {

@@ -32,7 +32,8 @@ void Backends::add(ggml_backend_dev_t device) {
     }
     BackendPtr backend(ggml_backend_dev_init(device, nullptr));
     if (!backend) {
-        throw Error(ErrorKind::memory, std::string("device ") + ggml_backend_dev_name(device) + " cannot be initialised");
+        throw Error(ErrorKind::memory,
+                    std::string("device ") + ggml_backend_dev_name(device) + " cannot be initialised");
     }
     const auto is_cpu = [](const BackendPtr &other) {
         return ggml_backend_dev_type(ggml_backend_get_device(other.get())) == GGML_BACKEND_DEVICE_TYPE_CPU;

@@ -37,7 +37,7 @@ class Backends {
   public:
     Backends(ggml_backend_dev_t device, int n_threads);
 
-    void add(ggml_backend_dev_t device); // no effect when already there
+    void add(ggml_backend_dev_t device);          // no effect when already there
     ggml_backend_t main() const { return main_; } // the backend of the device given to the constructor
     int n_threads() const { return n_threads_; }
     void set_n_threads(int n_threads);

@@ -5,6 +5,6 @@
 namespace laguna {
 
 /// Registers GgufFile, GgufTensor and the functions on ggml types.
-void bind_gguf(pybind11::module_ & m);
+void bind_gguf(pybind11::module_ &m);
 
 } // namespace laguna

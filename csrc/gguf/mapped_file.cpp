@@ -20,19 +20,17 @@ namespace laguna {
 
 namespace {
 
-[[noreturn]] void fail(const std::filesystem::path & path, const std::string & what) {
+[[noreturn]] void fail(const std::filesystem::path &path, const std::string &what) {
     throw Error(ErrorKind::checkpoint, display_path(path) + ": " + what);
 }
 
 } // namespace
 
-std::string display_path(const std::filesystem::path & path) {
-    return path.u8string();
-}
+std::string display_path(const std::filesystem::path &path) { return path.u8string(); }
 
 #ifdef _WIN32
 
-MappedFile::MappedFile(const std::filesystem::path & path) {
+MappedFile::MappedFile(const std::filesystem::path &path) {
     std::error_code status;
     if (!std::filesystem::is_regular_file(path, status)) {
         fail(path, "no such regular file");
@@ -55,7 +53,7 @@ MappedFile::~MappedFile() = default;
 
 #else
 
-MappedFile::MappedFile(const std::filesystem::path & path) {
+MappedFile::MappedFile(const std::filesystem::path &path) {
     // O_NONBLOCK: opening a FIFO would wait for a writer before fstat could refuse it.
     const int descriptor = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
     if (descriptor < 0) {
@@ -71,7 +69,7 @@ MappedFile::MappedFile(const std::filesystem::path & path) {
         fail(path, "the file is empty");
     }
     size_ = static_cast<size_t>(status.st_size);
-    void * address = ::mmap(nullptr, size_, PROT_READ, MAP_PRIVATE, descriptor, 0);
+    void *address = ::mmap(nullptr, size_, PROT_READ, MAP_PRIVATE, descriptor, 0);
     const int error = errno;
     ::close(descriptor); // the mapping stays
     if (address == MAP_FAILED) {

@@ -20,8 +20,8 @@ namespace {
 constexpr char magic[4] = {'G', 'G', 'U', 'F'};
 constexpr uint32_t default_alignment = 32;
 // The smallest encodings: they bound the counts in the header by the bytes that follow.
-constexpr uint64_t min_key_bytes = 8 + 4 + 1;          // empty name, type, one byte
-constexpr uint64_t min_tensor_bytes = 8 + 4 + 4 + 8;   // empty name, no dimensions, type, offset
+constexpr uint64_t min_key_bytes = 8 + 4 + 1;        // empty name, type, one byte
+constexpr uint64_t min_tensor_bytes = 8 + 4 + 4 + 8; // empty name, no dimensions, type, offset
 constexpr uint64_t min_string_bytes = 8;
 
 std::string printable(std::string_view text) {
@@ -34,11 +34,9 @@ std::string printable(std::string_view text) {
     return shown + (text.size() > max_shown ? "...'" : "'");
 }
 
-bool is_known(uint32_t type) {
-    return type <= static_cast<uint32_t>(ValueType::f64);
-}
+bool is_known(uint32_t type) { return type <= static_cast<uint32_t>(ValueType::f64); }
 
-bool read_bool(Reader & reader, const std::string & key) {
+bool read_bool(Reader &reader, const std::string &key) {
     const auto byte = reader.number<uint8_t>("a bool");
     if (byte > 1) {
         reader.fail("key " + key + ": bool value " + std::to_string(byte) + ", needed 0 or 1");
@@ -46,7 +44,7 @@ bool read_bool(Reader & reader, const std::string & key) {
     return byte == 1;
 }
 
-ArrayValue read_array(Reader & reader, const std::string & key) {
+ArrayValue read_array(Reader &reader, const std::string &key) {
     const auto type = reader.number<uint32_t>("an array's element type");
     if (!is_known(type)) {
         reader.fail("key " + key + ": unknown array element type " + std::to_string(type));
@@ -70,7 +68,7 @@ ArrayValue read_array(Reader & reader, const std::string & key) {
     }
     array.data = reader.take(array.length * element_bytes, "an array");
     if (array.element == ValueType::boolean) {
-        const uint8_t * end = array.data + array.length;
+        const uint8_t *end = array.data + array.length;
         if (std::any_of(array.data, end, [](uint8_t byte) { return byte > 1; })) {
             reader.fail("key " + key + ": bool array with a value other than 0 and 1");
         }
@@ -78,32 +76,45 @@ ArrayValue read_array(Reader & reader, const std::string & key) {
     return array;
 }
 
-Value read_value(Reader & reader, const std::string & key) {
+Value read_value(Reader &reader, const std::string &key) {
     const auto raw_type = reader.number<uint32_t>("a value type");
     if (!is_known(raw_type)) {
         reader.fail("key " + key + ": unknown value type " + std::to_string(raw_type));
     }
     const auto type = static_cast<ValueType>(raw_type);
-    const char * what = "a metadata value";
+    const char *what = "a metadata value";
     switch (type) {
-        case ValueType::u8: return {type, uint64_t(reader.number<uint8_t>(what))};
-        case ValueType::u16: return {type, uint64_t(reader.number<uint16_t>(what))};
-        case ValueType::u32: return {type, uint64_t(reader.number<uint32_t>(what))};
-        case ValueType::u64: return {type, reader.number<uint64_t>(what)};
-        case ValueType::i8: return {type, int64_t(reader.number<int8_t>(what))};
-        case ValueType::i16: return {type, int64_t(reader.number<int16_t>(what))};
-        case ValueType::i32: return {type, int64_t(reader.number<int32_t>(what))};
-        case ValueType::i64: return {type, reader.number<int64_t>(what)};
-        case ValueType::f32: return {type, double(reader.number<float>(what))};
-        case ValueType::f64: return {type, reader.number<double>(what)};
-        case ValueType::boolean: return {type, read_bool(reader, key)};
-        case ValueType::string: return {type, reader.string(gguf_limits::max_string_bytes, "a string value")};
-        case ValueType::array: return {type, read_array(reader, key)};
+    case ValueType::u8:
+        return {type, uint64_t(reader.number<uint8_t>(what))};
+    case ValueType::u16:
+        return {type, uint64_t(reader.number<uint16_t>(what))};
+    case ValueType::u32:
+        return {type, uint64_t(reader.number<uint32_t>(what))};
+    case ValueType::u64:
+        return {type, reader.number<uint64_t>(what)};
+    case ValueType::i8:
+        return {type, int64_t(reader.number<int8_t>(what))};
+    case ValueType::i16:
+        return {type, int64_t(reader.number<int16_t>(what))};
+    case ValueType::i32:
+        return {type, int64_t(reader.number<int32_t>(what))};
+    case ValueType::i64:
+        return {type, reader.number<int64_t>(what)};
+    case ValueType::f32:
+        return {type, double(reader.number<float>(what))};
+    case ValueType::f64:
+        return {type, reader.number<double>(what)};
+    case ValueType::boolean:
+        return {type, read_bool(reader, key)};
+    case ValueType::string:
+        return {type, reader.string(gguf_limits::max_string_bytes, "a string value")};
+    case ValueType::array:
+        return {type, read_array(reader, key)};
     }
     reader.fail("key " + key + ": unknown value type");
 }
 
-uint32_t read_version(Reader & reader) {
+uint32_t read_version(Reader &reader) {
     if (std::memcmp(reader.take(sizeof(magic), "the magic"), magic, sizeof(magic)) != 0) {
         reader.fail("not a GGUF file: it does not start with \"GGUF\"");
     }
@@ -117,7 +128,7 @@ uint32_t read_version(Reader & reader) {
     return version;
 }
 
-uint64_t read_count(Reader & reader, uint64_t limit, const char * what) {
+uint64_t read_count(Reader &reader, uint64_t limit, const char *what) {
     const auto count = reader.number<uint64_t>("the header");
     if (count > limit) {
         reader.fail("the header declares " + std::to_string(count) + " " + what + ", at most " + std::to_string(limit) +
@@ -126,8 +137,8 @@ uint64_t read_count(Reader & reader, uint64_t limit, const char * what) {
     return count;
 }
 
-uint32_t alignment_of(const Shard & shard, const Reader & reader) {
-    for (const auto & [key, value] : shard.metadata) {
+uint32_t alignment_of(const Shard &shard, const Reader &reader) {
+    for (const auto &[key, value] : shard.metadata) {
         if (key != "general.alignment") {
             continue;
         }
@@ -145,7 +156,7 @@ uint32_t alignment_of(const Shard & shard, const Reader & reader) {
     return default_alignment;
 }
 
-void read_metadata(Reader & reader, uint64_t n_keys, Shard & shard) {
+void read_metadata(Reader &reader, uint64_t n_keys, Shard &shard) {
     if (n_keys > reader.remaining() / min_key_bytes) {
         reader.fail("truncated: " + std::to_string(n_keys) + " keys do not fit into the file");
     }
@@ -170,7 +181,7 @@ struct DeclaredTensor {
 };
 
 /// Fills type, ne and n_bytes; every product is checked before it is formed.
-void read_shape(Reader & reader, TensorInfo & info) {
+void read_shape(Reader &reader, TensorInfo &info) {
     const std::string name = printable(info.name);
     const auto n_dims = reader.number<uint32_t>("a tensor's dimensions");
     if (n_dims > gguf_limits::max_dims) {
@@ -208,7 +219,7 @@ void read_shape(Reader & reader, TensorInfo & info) {
     info.n_bytes = static_cast<size_t>(n_elements / block * block_bytes);
 }
 
-std::vector<DeclaredTensor> read_tensor_infos(Reader & reader, uint64_t n_tensors) {
+std::vector<DeclaredTensor> read_tensor_infos(Reader &reader, uint64_t n_tensors) {
     if (n_tensors > reader.remaining() / min_tensor_bytes) {
         reader.fail("truncated: " + std::to_string(n_tensors) + " tensors do not fit into the file");
     }
@@ -230,15 +241,15 @@ std::vector<DeclaredTensor> read_tensor_infos(Reader & reader, uint64_t n_tensor
 }
 
 /// Turns offsets into pointers: aligned, inside the file, and no two tensors share a byte.
-void place_tensors(const MappedFile & mapping, const Reader & reader, std::vector<DeclaredTensor> declared,
-                   Shard & shard) {
+void place_tensors(const MappedFile &mapping, const Reader &reader, std::vector<DeclaredTensor> declared,
+                   Shard &shard) {
     const uint64_t padding = (shard.alignment - reader.offset() % shard.alignment) % shard.alignment;
     const uint64_t data_start = reader.offset() + padding;
     if (!declared.empty() && data_start > mapping.size()) {
         reader.fail("truncated: the file ends before its tensor data");
     }
     const uint64_t data_bytes = declared.empty() ? 0 : mapping.size() - data_start;
-    for (DeclaredTensor & tensor : declared) {
+    for (DeclaredTensor &tensor : declared) {
         const std::string name = printable(tensor.info.name);
         if (tensor.offset % shard.alignment != 0) {
             reader.fail("tensor " + name + ": offset " + std::to_string(tensor.offset) + " is not a multiple of the " +
@@ -253,18 +264,18 @@ void place_tensors(const MappedFile & mapping, const Reader & reader, std::vecto
     }
     std::vector<const DeclaredTensor *> by_offset;
     by_offset.reserve(declared.size());
-    for (const DeclaredTensor & tensor : declared) {
+    for (const DeclaredTensor &tensor : declared) {
         by_offset.push_back(&tensor);
     }
-    std::sort(by_offset.begin(), by_offset.end(), [](auto * a, auto * b) { return a->offset < b->offset; });
+    std::sort(by_offset.begin(), by_offset.end(), [](auto *a, auto *b) { return a->offset < b->offset; });
     for (size_t i = 1; i < by_offset.size(); ++i) {
         if (by_offset[i - 1]->offset + by_offset[i - 1]->info.n_bytes > by_offset[i]->offset) {
-            reader.fail("tensors " + printable(by_offset[i - 1]->info.name) + " and " + printable(by_offset[i]->info.name) +
-                        " overlap");
+            reader.fail("tensors " + printable(by_offset[i - 1]->info.name) + " and " +
+                        printable(by_offset[i]->info.name) + " overlap");
         }
     }
     shard.tensors.reserve(declared.size());
-    for (DeclaredTensor & tensor : declared) {
+    for (DeclaredTensor &tensor : declared) {
         shard.tensors.push_back(std::move(tensor.info));
     }
 }
@@ -273,24 +284,29 @@ void place_tensors(const MappedFile & mapping, const Reader & reader, std::vecto
 
 size_t value_size(ValueType type) {
     switch (type) {
-        case ValueType::u8:
-        case ValueType::i8:
-        case ValueType::boolean: return 1;
-        case ValueType::u16:
-        case ValueType::i16: return 2;
-        case ValueType::u32:
-        case ValueType::i32:
-        case ValueType::f32: return 4;
-        case ValueType::u64:
-        case ValueType::i64:
-        case ValueType::f64: return 8;
-        case ValueType::string:
-        case ValueType::array: return 0;
+    case ValueType::u8:
+    case ValueType::i8:
+    case ValueType::boolean:
+        return 1;
+    case ValueType::u16:
+    case ValueType::i16:
+        return 2;
+    case ValueType::u32:
+    case ValueType::i32:
+    case ValueType::f32:
+        return 4;
+    case ValueType::u64:
+    case ValueType::i64:
+    case ValueType::f64:
+        return 8;
+    case ValueType::string:
+    case ValueType::array:
+        return 0;
     }
     return 0;
 }
 
-Shard parse_shard(const MappedFile & mapping, const std::string & file) {
+Shard parse_shard(const MappedFile &mapping, const std::string &file) {
     Reader reader(mapping.data(), mapping.size(), file);
     Shard shard;
     shard.version = read_version(reader);

@@ -13,6 +13,6 @@ struct Shard {
 };
 
 /// Parses and checks one mapped file. Throws Error(checkpoint).
-Shard parse_shard(const MappedFile & mapping, const std::string & file);
+Shard parse_shard(const MappedFile &mapping, const std::string &file);
 
 } // namespace laguna

@@ -13,9 +13,7 @@ namespace laguna {
 
 namespace {
 
-[[noreturn]] void fail(const std::string & what) {
-    throw Error(ErrorKind::config, what);
-}
+[[noreturn]] void fail(const std::string &what) { throw Error(ErrorKind::config, what); }
 
 ggml_type checked(int type) {
     if (type < 0 || type >= GGML_TYPE_COUNT || ggml_type_size(static_cast<ggml_type>(type)) == 0) {
@@ -27,22 +25,24 @@ ggml_type checked(int type) {
 /// The types of ggml_quantize_chunk that need no importance matrix: for every other one it asserts.
 bool is_quantizable(ggml_type type) {
     switch (type) {
-        case GGML_TYPE_F32:
-        case GGML_TYPE_F16:
-        case GGML_TYPE_BF16:
-        case GGML_TYPE_Q4_0:
-        case GGML_TYPE_Q4_1:
-        case GGML_TYPE_Q5_0:
-        case GGML_TYPE_Q5_1:
-        case GGML_TYPE_Q8_0:
-        case GGML_TYPE_Q2_K:
-        case GGML_TYPE_Q3_K:
-        case GGML_TYPE_Q4_K:
-        case GGML_TYPE_Q5_K:
-        case GGML_TYPE_Q6_K:
-        case GGML_TYPE_IQ4_NL:
-        case GGML_TYPE_IQ4_XS: return true;
-        default: return false;
+    case GGML_TYPE_F32:
+    case GGML_TYPE_F16:
+    case GGML_TYPE_BF16:
+    case GGML_TYPE_Q4_0:
+    case GGML_TYPE_Q4_1:
+    case GGML_TYPE_Q5_0:
+    case GGML_TYPE_Q5_1:
+    case GGML_TYPE_Q8_0:
+    case GGML_TYPE_Q2_K:
+    case GGML_TYPE_Q3_K:
+    case GGML_TYPE_Q4_K:
+    case GGML_TYPE_Q5_K:
+    case GGML_TYPE_Q6_K:
+    case GGML_TYPE_IQ4_NL:
+    case GGML_TYPE_IQ4_XS:
+        return true;
+    default:
+        return false;
     }
 }
 
@@ -55,7 +55,7 @@ ggml_to_float_t float_conversion(ggml_type type) {
     return convert;
 }
 
-void row_to_float(ggml_to_float_t convert, const uint8_t * row, size_t bytes, int64_t n_per_row, float * out) {
+void row_to_float(ggml_to_float_t convert, const uint8_t *row, size_t bytes, int64_t n_per_row, float *out) {
     if (convert == nullptr) {
         std::memcpy(out, row, bytes);
     } else {
@@ -63,7 +63,7 @@ void row_to_float(ggml_to_float_t convert, const uint8_t * row, size_t bytes, in
     }
 }
 
-bool is_finite(const float * values, int64_t count) {
+bool is_finite(const float *values, int64_t count) {
     return std::all_of(values, values + count, [](float value) { return std::isfinite(value); });
 }
 
@@ -88,7 +88,7 @@ size_t row_bytes(int type, int64_t n_per_row) {
     return static_cast<size_t>(n_per_row / block) * block_bytes;
 }
 
-void quantize_rows(const float * rows, int64_t n_rows, int64_t n_per_row, int type, uint8_t * out) {
+void quantize_rows(const float *rows, int64_t n_rows, int64_t n_per_row, int type, uint8_t *out) {
     const ggml_type ggml = checked(type);
     row_bytes(type, n_per_row);
     if (!is_quantizable(ggml)) {
@@ -102,7 +102,7 @@ void quantize_rows(const float * rows, int64_t n_rows, int64_t n_per_row, int ty
     }
 }
 
-void dequantize_rows(const uint8_t * rows, int64_t n_rows, int64_t n_per_row, int type, float * out) {
+void dequantize_rows(const uint8_t *rows, int64_t n_rows, int64_t n_per_row, int type, float *out) {
     const ggml_to_float_t convert = float_conversion(checked(type));
     const size_t bytes = row_bytes(type, n_per_row);
     for (int64_t row = 0; row < n_rows; ++row) {
@@ -110,7 +110,7 @@ void dequantize_rows(const uint8_t * rows, int64_t n_rows, int64_t n_per_row, in
     }
 }
 
-bool rows_are_finite(const uint8_t * rows, int64_t n_rows, int64_t n_per_row, int type) {
+bool rows_are_finite(const uint8_t *rows, int64_t n_rows, int64_t n_per_row, int type) {
     const ggml_to_float_t convert = float_conversion(checked(type));
     const size_t bytes = row_bytes(type, n_per_row);
     std::vector<float> buffer(static_cast<size_t>(n_per_row));

@@ -18,6 +18,10 @@ def check_installation() -> None:
     spec = importlib.util.find_spec("llama_cpp")
     if spec is None or spec.origin is None:
         raise InstallationError("llama-cpp-python is not installed; run: pip install llama-cpp-python==0.3.36")
+    # First llama_cpp, then the native half: llama_cpp opens libllama.so by file name, the native half asks for the
+    # library's soname and gets the copy that is loaded. The other way round there would be two.
+    import llama_cpp  # noqa: F401
+
     try:
         from laguna_gguf import _native
     except ImportError as error:

@@ -9,6 +9,9 @@ from numpy.typing import NDArray
 LLAMA_CPP_PYTHON_VERSION: str
 """Version of llama-cpp-python whose headers this module was compiled against."""
 
+def output_device(llama_model: int) -> str:
+    """Registry name of the device that holds the output head of a live llama_model."""
+
 def ggml_library_path() -> str:
     """Path of the libggml-base this process runs, as the dynamic linker reports it."""
 
@@ -20,6 +23,12 @@ def type_size(ggml_type: int) -> tuple[int, int]:
 
 def quantize(rows: NDArray[np.float32], ggml_type: int) -> NDArray[np.uint8]:
     """Quantise [n_rows, n_per_row] with ggml_quantize_chunk; returns [n_rows, bytes a row]."""
+
+def dequantize(data: NDArray[np.uint8], ggml_type: int, n_per_row: int) -> NDArray[np.float32]:
+    """Raw bytes of whole rows to float32 [n_rows, n_per_row]."""
+
+def all_finite(data: NDArray[np.uint8], ggml_type: int, n_per_row: int) -> bool:
+    """Whether every value that the raw bytes stand for is finite."""
 
 class GgufTensor:
     name: str
@@ -70,7 +79,7 @@ class Drafter:
     """DFlash weights, rotating context cache, context-update and block graphs."""
 
     def __init__(self, config: dict[str, Any], tensors: dict[str, tuple[int, tuple[int, ...], NDArray[np.uint8]]],
-                 n_threads: int) -> None:
+                 n_threads: int, device: str = "") -> None:
         """config: the fields of DrafterConfig (target_layer_ids 0-based outputs) as a dict.
 
         tensors: dialect-A name without ".weight" -> (ggml type, ne, raw bytes): fc, enc.aux_norm (ne [H, A]),
@@ -84,6 +93,8 @@ class Drafter:
     n_rows: int
     """Contiguous rows ending at position-1 that are still in the cache."""
     has_target: bool
+    argmax_on_device: bool
+    """Find the tokens by graph operations, as for logits outside host memory; for tests and GPU measurements."""
     def bind_target(self, llama_model: int) -> None:
         """llama_model: address of a live llama_model; its token_embd and output rows are used in place.
 

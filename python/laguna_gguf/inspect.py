@@ -33,10 +33,10 @@ def inspect(path: str | PathLike[str]) -> dict[str, Any]:
     source = Path(path)
     try:
         exists = source.exists()
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{str(source)!r}: not a path ({error})") from error
+    except OSError as error:
+        raise CheckpointError(f"{source}: cannot be read ({error})") from error
     if not exists:
-        raise CheckpointError(f"{source}: no such file or directory")
+        raise CheckpointError(f"{str(source)!r}: no such file or directory")
     report: dict[str, Any] = {
         "path": str(source),
         "kind": OTHER,

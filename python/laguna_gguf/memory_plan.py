@@ -262,16 +262,18 @@ def _drafter_items(path: Path, shape: _Shape, device: str, n_ubatch: int) -> lis
         n_weights = sum(tensor.n_bytes for tensor in tensors)
         largest = max(tensors, key=lambda tensor: tensor.n_bytes)
         detail = f"mostly {_native.type_name(largest.ggml_type)}"
-    n_rows, n_captured = config.sliding_window - 1, len(config.target_layer_ids)
-    row = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-    context = 4 * n_rows * row
-    # Features of the window's rows, and the target's logits for the prompt rows decoded together.
-    capture = 4 * n_rows * n_captured * config.hidden_size + 4 * min(_CAPTURE_ROWS, n_ubatch) * shape.n_vocab
-    compute = 4 * config.block_size * (shape.n_vocab + 2 * config.intermediate_size)
+    window_rows = config.sliding_window - 1
+    # As csrc/dflash/context_cache.cpp: scratch for a block, and a ring a block longer than the window.
+    n_slots = _pad(config.block_size, 16) + _pad(window_rows + config.block_size, 32)
+    context = 4 * n_slots * 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    # Hidden rows of a window, the target's logits for the prompt rows decoded together, activations of one block.
+    hidden = window_rows * len(config.target_layer_ids) * config.hidden_size
+    logits = min(_CAPTURE_ROWS, n_ubatch) * shape.n_vocab
+    block = config.block_size * (shape.n_vocab + 2 * config.intermediate_size)
     return [
         PlanItem("drafter weights", detail, device, n_weights),
-        PlanItem("drafter context", f"{config.num_hidden_layers} layers x {n_rows} rows, f32", device, context),
-        PlanItem("feature capture", "estimate", device, capture + compute),
+        PlanItem("drafter context", f"{config.num_hidden_layers} layers x {n_slots} rows, f32", device, context),
+        PlanItem("drafter compute", "estimate, capture included", device, 4 * (hidden + logits + block)),
     ]
 
 
@@ -280,5 +282,5 @@ def _row_bytes(width: int, ggml_type: int) -> int:
     return -(-width // n_elements) * n_bytes
 
 
-def _pad(rows: int) -> int:
-    return -(-rows // _CACHE_PAD) * _CACHE_PAD
+def _pad(rows: int, multiple: int = _CACHE_PAD) -> int:
+    return -(-rows // multiple) * multiple

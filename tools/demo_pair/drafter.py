@@ -176,9 +176,9 @@ class DrafterModel(nn.Module):
             x = x + F.linear(F.silu(gate) * up, w[name + "mlp.down_proj.weight"])
         return rms_norm(x[:, :, 1:], w["norm.weight"], c.rms_eps)
 
-    def block_input(self, anchor_tokens: Tensor, embedding: Tensor) -> Tensor:
-        """Embedded rows [N, K, block_size, n_embd] for anchor ids [N, K]."""
-        masks = torch.full((*anchor_tokens.shape, self.config.block_size - 1), self.config.mask_id)
+    def block_input(self, anchor_tokens: Tensor, embedding: Tensor, rows: int) -> Tensor:
+        """Embedded rows [N, K, rows, n_embd] for anchor ids [N, K]: the anchor, then masks."""
+        masks = torch.full((*anchor_tokens.shape, rows - 1), self.config.mask_id)
         return F.embedding(torch.cat([anchor_tokens.unsqueeze(-1), masks], -1), embedding)
 
     def loss(
@@ -191,20 +191,22 @@ class DrafterModel(nn.Module):
         frozen: tuple[Tensor, Tensor, Tensor],
         soft: float,
         acceptance: Tensor,
+        rows: int,
     ) -> tuple[Tensor, Tensor]:
         """Training loss, and the share of right first guesses and expected accepted rows as [2].
 
         features [N, S, A, n_embd]; tokens, labels [N, S]: the text and the target's greedy choice at each place;
         valid [N]: number of usable tokens; anchors [N, K]; frozen: the target's embedding, output norm and head;
         soft: weight of the target's distribution against its choice; acceptance: scalar 0..1, share of the row
-        weights that follow the expected accepted prefix instead of exp(-(j-1)/6).
+        weights that follow the expected accepted prefix instead of exp(-(j-1)/6); rows: length of the blocks. A
+        block is causal, so that short blocks train the first rows of long ones.
         """
         c = self.config
         embedding, out_norm, head = frozen
         n, blocks = anchors.shape
-        y = self.draft(self.block_input(tokens.gather(1, anchors), embedding), anchors, self.context(features))
+        y = self.draft(self.block_input(tokens.gather(1, anchors), embedding, rows), anchors, self.context(features))
         logits = F.linear(y, head).float()
-        places = anchors[:, :, None] + torch.arange(1, c.block_size)
+        places = anchors[:, :, None] + torch.arange(1, rows)
         usable = places < valid[:, None, None]
         places = places.clamp_max(tokens.shape[1] - 1)
         flat = places.flatten(1)
@@ -218,7 +220,7 @@ class DrafterModel(nn.Module):
         hard = logits.gather(-1, wanted.unsqueeze(-1)).squeeze(-1)
         cost = log_z - (1 - soft) * hard - soft * (probs * logits).sum(-1)
         with torch.no_grad():
-            fade = torch.exp(-torch.arange(c.block_size - 1) / 6.0).expand_as(cost)
+            fade = torch.exp(-torch.arange(rows - 1) / 6.0).expand_as(cost)
             chance = ((hard - log_z) * 0.5).cumsum(-1).exp() * usable
             reach = chance.flip(-1).cumsum(-1).flip(-1)
             reach = reach / reach.mean().clamp_min(1e-6) * fade.mean()

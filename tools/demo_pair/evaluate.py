@@ -51,7 +51,7 @@ def run_prompt(
     )
     end = int(text.valid[0])
     anchors = torch.arange(start, end)[None]
-    x = drafter.block_input(text.tokens[:, start:end], target.weights["token_embd.weight"])
+    x = drafter.block_input(text.tokens[:, start:end], target.weights["token_embd.weight"], drafter.config.block_size)
     y = drafter.draft(x, anchors, drafter.context(text.features))
     drafts = (y @ target.weights["output.weight"].T).argmax(-1)[0]
     return Run(text.tokens[0, start:end].numpy(), drafts.numpy())

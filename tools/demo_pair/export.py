@@ -87,7 +87,8 @@ constant learning rate for 40 % of the steps, then linear decay. Drafter: {facts
 window {facts['drafter_config']['window']} (smaller than the usual 512, so that a reader that ignores the key is noticed), norm weights started in [0.7, 1.3]. It was
 trained on {g['sequences']:,} continuations by the target itself of distinct prompts from training files (75 % greedy, 20 % at T = 0.7,
 5 % at T = 1), with the mean of cross-entropy on the target's greedy choice and on its distribution, row weights
-exp(-(j-1)/6), and in the last third half of the weight on the expected accepted prefix.
+exp(-(j-1)/6), blocks of 8 rows in the first half of the run and of 16 after that, and in the last third half of the
+weight on the expected accepted prefix.
 
 ## Run
 

@@ -18,6 +18,12 @@ PAD_ID = 8
 MASK_ID = 12
 EOT_ID = 24
 
+FILE_TYPES = {
+    "f32": gguf.LlamaFileType.ALL_F32,
+    "f16": gguf.LlamaFileType.MOSTLY_F16,
+    "q8_0": gguf.LlamaFileType.MOSTLY_Q8_0,
+}
+
 SPECIAL_TOKENS: tuple[str, ...] = (
     "<unk>",
     "<reserved_1>",
@@ -198,13 +204,13 @@ def write_target_gguf(
     dtype: str = "f16",
     metadata: dict[str, str] | None = None,
 ) -> None:
-    """Write a Laguna target. Matrices are stored as `dtype` ("f16" or "f32"); vectors and the router stay F32.
+    """Write a Laguna target. Matrices are stored as `dtype` ("f32", "f16" or "q8_0"); vectors and the router stay F32.
 
     `metadata` adds string keys such as "general.name". Raises ValueError for a missing, unknown or misshapen tensor,
     and for a vocabulary of another size than the config's.
     """
-    if dtype not in ("f16", "f32"):
-        raise ValueError(f"dtype is {dtype!r}; it must be 'f16' or 'f32'")
+    if dtype not in FILE_TYPES:
+        raise ValueError(f"dtype is {dtype!r}; it must be one of {', '.join(FILE_TYPES)}")
     shapes = tensor_shapes(config)
     if set(shapes) != set(tensors):
         raise ValueError(f"tensor names differ from the config's: {sorted(set(shapes) ^ set(tensors))}")
@@ -214,7 +220,7 @@ def write_target_gguf(
     writer = gguf.GGUFWriter(str(path), "laguna")
     for key, text in (metadata or {}).items():
         writer.add_string(key, text)
-    writer.add_file_type(gguf.LlamaFileType.MOSTLY_F16 if dtype == "f16" else gguf.LlamaFileType.ALL_F32)
+    writer.add_file_type(FILE_TYPES[dtype])
     _add_hyper_parameters(writer, config)
     _add_tokenizer(writer, tokenizer)
     for name, shape in shapes.items():
@@ -222,8 +228,12 @@ def write_target_gguf(
         if tensor.shape != shape:
             raise ValueError(f"{name} has shape {tensor.shape}; the config needs {shape}")
         small = tensor.ndim == 1 or name.endswith("ffn_gate_inp.weight")
-        stored = np.float32 if small or dtype == "f32" else np.float16
-        writer.add_tensor(name, np.ascontiguousarray(tensor, dtype=stored))
+        if dtype == "q8_0" and not small:
+            raw_dtype = gguf.GGMLQuantizationType.Q8_0
+            writer.add_tensor(name, gguf.quants.quantize(tensor.astype(np.float32), raw_dtype), raw_dtype=raw_dtype)
+        else:
+            stored = np.float32 if small or dtype == "f32" else np.float16
+            writer.add_tensor(name, np.ascontiguousarray(tensor, dtype=stored))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

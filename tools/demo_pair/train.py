@@ -157,18 +157,20 @@ def train_drafter(
     optimiser = Optimiser(model.weights, s.drafter_lr, s.drafter_lr * 0.15, 3)
     checkpoint = s.work / "drafter-checkpoint.pt"
     step = _continue(checkpoint, model, optimiser, plan)
-    loss_of = torch.compile(model.loss) if s.compile else model.loss
+    loss_of = torch.compile(model.loss, dynamic=False) if s.compile else model.loss
     rank, world = dist.get_rank(), dist.get_world_size()
     w = target.weights
     frozen = tuple(w[n].detach() for n in ("token_embd.weight", "output_norm.weight", "output.weight"))
 
     def evaluate(index: np.ndarray, rng: np.random.Generator, fraction: float) -> tuple[Tensor, Tensor]:
+        """Loss and statistics; the first half of the run uses half blocks, the last third counts acceptance."""
         features, tokens, labels, valid = data.batch(index)
         low, high = data.prompt[index].astype(np.int64), valid.numpy() - 1
         places = low[:, None] + (rng.random((len(index), s.anchors)) * (high - low)[:, None]).astype(np.int64)
         acceptance = torch.tensor(0.5 if fraction > 2 / 3 else 0.0)
+        rows = config.block_size if fraction > 0.5 else config.block_size // 2
         with torch.autocast("cpu", torch.bfloat16):
-            return loss_of(features, tokens, labels, valid, torch.from_numpy(places), frozen, s.soft, acceptance)
+            return loss_of(features, tokens, labels, valid, torch.from_numpy(places), frozen, s.soft, acceptance, rows)
 
     def gradient(index: np.ndarray, rng: np.random.Generator, fraction: float) -> None:
         loss, stats = evaluate(index, rng, fraction)
@@ -177,13 +179,15 @@ def train_drafter(
         optimiser.extra[2] += loss.detach()
 
     def held_out() -> tuple[float, float]:
-        index = np.arange(n_train, len(data.prompt))
-        rng = np.random.default_rng(7)
-        with torch.no_grad():
-            parts = [evaluate(index[i : i + s.batch], rng, 0.0) for i in range(0, len(index) - s.batch + 1, s.batch)]
-        return float(torch.stack([p[0] for p in parts]).mean()), 1 + float(torch.stack([p[1][1] for p in parts]).mean())
+        index, rng = np.arange(n_train, len(data.prompt)), np.random.default_rng(7)
+        results = []
+        for i in range(0, len(index) - s.batch + 1, s.batch):  # with gradients enabled: the same compiled graph
+            loss, stats = evaluate(index[i : i + s.batch], rng, 0.6)
+            results.append((float(loss), 1 + float(stats[1])))
+        loss, block_tau = np.mean(results, 0).tolist()
+        return loss, block_tau
 
-    in_turn(lambda: gradient(np.arange(s.batch), np.random.default_rng(0), 0.0))
+    in_turn(lambda: [gradient(np.arange(s.batch), np.random.default_rng(0), part) for part in (0.0, 1.0)])
     optimiser.flat.zero_()
     log(f"drafter: {sum(p.numel() for p in model.parameters())} parameters, {n_train} sequences, starting at step {step}")
     per_epoch = n_train // (s.batch * world)

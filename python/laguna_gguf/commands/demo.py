@@ -1,6 +1,7 @@
 """`laguna-gguf demo`: the shipped model pair, plain decoding against speculative, without any download."""
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
@@ -93,21 +94,11 @@ def run(args: argparse.Namespace) -> int:
     """Run the demo. Returns the exit code: 0 also when a text differs, which the output then says."""
     prompts = _load_prompts()
     n_threads = args.threads or min(MAX_THREADS, _available_cores())
-    plain = _open_session(0, n_threads, args.verbose)
-    speculative = _open_session(DRAFT_MAX, n_threads, args.verbose)
-    # The first decode reads the weights from disk and starts the threads; neither run should pay for that.
-    for session in (plain, speculative):
-        generate(session, _tokens(session, prompts[0][1]), 8, GREEDY, TokenWriter(None))
-
-    if not args.json:
-        _print_introduction(speculative, args.color)
-    outcomes = []
-    for name, prompt in prompts:
-        if not args.json:
-            print(f"\n--- {name} ---\n...{_last_lines(prompt)}", end="")
-        outcomes.append(_compare(name, prompt, plain, speculative, None if args.json else args.color))
-        if not args.json:
-            print()
+    with (
+        contextlib.closing(_open_session(0, n_threads, args.verbose)) as plain,
+        contextlib.closing(_open_session(DRAFT_MAX, n_threads, args.verbose)) as speculative,
+    ):
+        outcomes = _run_prompts(prompts, plain, speculative, None if args.json else args.color)
     if args.json:
         print_json(report(outcomes))
     else:
@@ -162,7 +153,7 @@ def _load_prompts() -> list[tuple[str, str]]:
     for name in (TARGET_FILE, DRAFTER_FILE, PROMPTS_FILE):
         if not (DATA_DIR / name).is_file():
             raise CheckpointError(f"{name} is not part of this installation; reinstall the package, or use `generate`")
-    entries = json.loads((DATA_DIR / PROMPTS_FILE).read_text("utf-8"))
+    entries = json.loads((DATA_DIR / PROMPTS_FILE).read_text("utf-8"))["prompts"]
     # The first ones, not the best ones; the figures over all of them are in CARD.md.
     return [(entry["file"], entry["prompt"]) for entry in entries[:N_PROMPTS]]
 
@@ -193,6 +184,25 @@ def _open_session(draft_max: int, n_threads: int, verbose: bool) -> SpecSession:
 
 def _tokens(session: SpecSession, prompt: str) -> list[int]:
     return session.tokenize(prompt.encode("utf-8"), add_bos=True, special=True)
+
+
+def _run_prompts(
+    prompts: Sequence[tuple[str, str]], plain: SpecSession, speculative: SpecSession, color: str | None
+) -> list[Outcome]:
+    """Both ways of decoding for each prompt; the speculative text is shown unless `color` is None."""
+    # The first decode reads the weights from disk and starts the threads; neither run should pay for that.
+    for session in (plain, speculative):
+        generate(session, _tokens(session, prompts[0][1]), 8, GREEDY, TokenWriter(None))
+    if color is not None:
+        _print_introduction(color)
+    outcomes = []
+    for name, prompt in prompts:
+        if color is not None:
+            print(f"\n--- {name} ---\n...{_last_lines(prompt)}", end="")
+        outcomes.append(_compare(name, prompt, plain, speculative, color))
+        if color is not None:
+            print()
+    return outcomes
 
 
 def _compare(name: str, prompt: str, plain: SpecSession, speculative: SpecSession, color: str | None) -> Outcome:
@@ -245,7 +255,7 @@ def _last_lines(prompt: str, n: int = 4) -> str:
     return "\n".join(prompt.split("\n")[-n:])
 
 
-def _print_introduction(session: SpecSession, color: str) -> None:
+def _print_introduction(color: str) -> None:
     out = console(sys.stdout, color)
     out.print(
         "A small Laguna model and its DFlash drafter, both trained on Python source code, shipped with this package. "

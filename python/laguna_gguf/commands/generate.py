@@ -1,6 +1,7 @@
 """`laguna-gguf generate`: the user's own models on one prompt."""
 
 import argparse
+import contextlib
 import secrets
 import sys
 from pathlib import Path
@@ -56,12 +57,12 @@ def run(args: argparse.Namespace) -> int:
     }
     print_plan(plan_memory(args.model, args.draft_model, **shared))
 
-    shared |= {"n_threads": args.threads, "n_threads_batch": args.threads_batch, "verbose": args.verbose}
-    session = _open_session(args, shared)
+    shared |= {
+        "n_threads": args.threads,
+        "n_threads_batch": args.threads_batch or args.threads,
+        "verbose": args.verbose,
+    }
     seed = secrets.randbelow(2**32 - 1) if args.seed < 0 else args.seed
-    if args.temp > 0:
-        note(f"seed {seed}")
-    session.set_seed(seed)
     sampling = {
         "temp": args.temp,
         "top_k": args.top_k,
@@ -69,10 +70,14 @@ def run(args: argparse.Namespace) -> int:
         "min_p": args.min_p,
         "repeat_penalty": args.repeat_penalty,
     }
-    writer = TokenWriter(None if args.json else sys.stdout, args.color)
-    tokens = session.tokenize(prompt, add_bos=True, special=True)
-    result = generate(session, tokens, args.n_predict, sampling, writer)
-    stats = _stats(session, result)
+    with contextlib.closing(_open_session(args, shared)) as session:
+        if args.temp > 0:
+            note(f"seed {seed}")
+        session.set_seed(seed)
+        writer = TokenWriter(None if args.json else sys.stdout, args.color)
+        tokens = session.tokenize(prompt, add_bos=True, special=True)
+        result = generate(session, tokens, args.n_predict, sampling, writer)
+        stats = _stats(session, result)
     if args.json:
         print_json(_report(result, stats))
     else:

@@ -52,7 +52,7 @@ def generate(
     finish_reason = "length"
     first_s, rest_s = 0.0, 0.0
     if isinstance(session, SpecSession):
-        session._wanted = n_max  # so that the last round drafts no more than can be used
+        session.next_max_tokens = n_max  # so that the last round drafts no more than can be used
     generator = session.generate(prompt, **sampling)
     try:
         while len(tokens) < n_max:

@@ -4,11 +4,10 @@ import argparse
 import sys
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
-from laguna_gguf.commands.output import console, device_line, note, print_json
+from laguna_gguf.commands.output import console, device_line, note, print_json, size
 from laguna_gguf.devices import list_devices
 from laguna_gguf.inspect import inspect
 
@@ -37,21 +36,21 @@ def run(args: argparse.Namespace) -> int:
         _print_report(report)
     if not report["sound"]:
         problems = report["problems"]
-        note(f"{args.path} is not sound: {problems[0] if problems else 'unknown reason'}")
+        note(f"not sound: {problems[0] if problems else args.path}")
         return 1
     return 0
 
 
 def _print_report(report: dict[str, Any]) -> None:
-    table = Table(box=SIMPLE_HEAD, show_header=False, pad_edge=False)
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     for key, value in report.items():
-        if key in ("config", "problems"):
-            continue
-        table.add_row(key, escape(_text(value)))
-    for key, value in report.get("config", {}).items():
-        table.add_row(f"  {key}", escape(_text(value)))
+        # shapes fill pages; they are in the JSON output
+        if key not in ("config", "problems", "shapes") and value not in (None, "", [], {}):
+            table.add_row(key, escape(_text(key, value)))
+    for key, value in report["config"].items():
+        table.add_row(f"  {key}", escape(_text(key, value)))
     for problem in report["problems"]:
         table.add_row("problem", escape(problem), style="red")
     for device in list_devices():
@@ -59,11 +58,11 @@ def _print_report(report: dict[str, Any]) -> None:
     console(sys.stdout).print(table)
 
 
-def _text(value: Any) -> str:
+def _text(key: str, value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, dict):
-        return ", ".join(f"{key} {_text(v)}" for key, v in value.items())
+        return "; ".join(f"{k} {_text(k, v)}" for k, v in value.items())
     if isinstance(value, list | tuple):
-        return ", ".join(_text(v) for v in value)
-    return str(value)
+        return ", ".join(_text(key, v) for v in value)
+    return size(value) if key == "bytes" else str(value)

@@ -104,7 +104,13 @@ def device_line(device: Device) -> str:
 
 def print_plan(plan: MemoryPlan) -> None:
     """The plan as a table on stderr, then a warning for each device where it does not fit."""
-    table = Table(title=f"memory plan, context {plan.n_ctx}", box=SIMPLE_HEAD, title_justify="left", pad_edge=False)
+    table = Table(
+        title=f"memory plan, context {plan.n_ctx}",
+        box=SIMPLE_HEAD,
+        title_justify="left",
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+    )
     for heading, justify in (("", "left"), ("", "left"), ("device", "left"), ("size", "right")):
         table.add_column(heading, justify=justify)  # type: ignore[arg-type]
     for item in plan.items:

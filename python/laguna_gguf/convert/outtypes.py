@@ -15,7 +15,6 @@ from laguna_gguf.errors import CheckpointError, ConfigError
 F16 = 1
 Q8_0 = 8
 BF16 = 30
-F16_MAX = 65504.0
 
 
 @dataclass(frozen=True)
@@ -28,16 +27,13 @@ class OutType:
     """general.file_type (llama.cpp's LLAMA_FTYPE)."""
     larger: str | None = None
     """The type taken instead when a row is not a whole number of blocks."""
-    max_scale: float = math.inf
-    """Largest magnitude that its block scales can hold."""
 
 
 _ALL = (
     OutType("f32", F32, 0),
     OutType("f16", F16, 1),
     OutType("bf16", BF16, 32),
-    # A block's scale is max|x| / 127, stored as f16.
-    OutType("q8_0", Q8_0, 7, larger="f16", max_scale=127 * F16_MAX),
+    OutType("q8_0", Q8_0, 7, larger="f16"),
 )
 OUTTYPES: dict[str, OutType] = {outtype.name: outtype for outtype in _ALL}
 
@@ -75,14 +71,11 @@ def encode(name: str, tensor: TensorData, outtype: OutType) -> NDArray[np.uint8]
         return values.view(np.uint8)
     if outtype.ggml_type in (F16, BF16):
         with np.errstate(over="ignore"):
-            rounded = values.astype(np.float16 if outtype.ggml_type == F16 else ml_dtypes.bfloat16)
-        encoded = rounded.view(np.uint8)
-        if not _native.all_finite(encoded, outtype.ggml_type, tensor.ne[0]):
-            raise CheckpointError(f"tensor {name}: values up to {np.abs(values).max():g} do not fit into "
-                                  f"{outtype.name}; choose another outtype")
-        return encoded
-    largest = float(np.abs(values).max())
-    if largest > outtype.max_scale:
-        raise CheckpointError(f"tensor {name}: values up to {largest:g} do not fit into {outtype.name}; choose another "
-                              "outtype")
-    return _native.quantize(values, outtype.ggml_type)
+            encoded = values.astype(np.float16 if outtype.ggml_type == F16 else ml_dtypes.bfloat16).view(np.uint8)
+    else:
+        encoded = _native.quantize(values, outtype.ggml_type)
+    # Also a block's scale can overflow: it is a float16.
+    if not _native.all_finite(encoded, outtype.ggml_type, tensor.ne[0]):
+        raise CheckpointError(f"tensor {name}: values up to {np.abs(values).max():g} do not fit into {outtype.name}; "
+                              "choose another outtype")
+    return encoded

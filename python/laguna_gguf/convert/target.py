@@ -29,10 +29,9 @@ def read_target(path: str | PathLike[str]) -> Target:
     """
     source = Path(path)
     try:
-        is_directory = source.is_dir()
-    except ValueError as error:
-        raise CheckpointError(f"{str(source)!r}: not a path ({error})") from error
-    return _read_directory(source) if is_directory else _read_file(source)
+        return _read_directory(source) if source.is_dir() else _read_file(source)
+    except OSError as error:
+        raise CheckpointError(f"{source}: cannot be read ({error})") from error
 
 
 def _read_file(source: Path) -> Target:

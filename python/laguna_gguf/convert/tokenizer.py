@@ -46,6 +46,8 @@ def hf_tokenizer(directory: Path, n_vocab: int) -> dict[str, Any]:
         special = gguf.SpecialVocab(directory, load_merges=True, n_vocab=n_vocab)
     except (ValueError, TypeError, KeyError, AttributeError, IndexError, OSError) as error:
         raise CheckpointError(f"{directory}: its tokenizer files cannot be read ({error!r})") from error
+    if not all(isinstance(merge, str) for merge in special.merges):
+        raise CheckpointError(f"{path}: malformed merges")
     keys: dict[str, Any] = {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": PRE_TOKENIZER,
@@ -82,21 +84,24 @@ def _uses_bytes(pre_tokenizer: Any) -> bool:
 
 def _token_list(vocab: Any, added: Any, n_vocab: int, path: Path) -> tuple[list[str], list[int]]:
     entries: dict[int, tuple[str, int]] = {}
+
+    def add(token: Any, text: str, kind: int) -> None:
+        if isinstance(token, bool) or not isinstance(token, int) or token < 0:
+            raise CheckpointError(f"{path}: token id {token!r}, needed a whole number >= 0")
+        if token >= n_vocab:
+            raise TargetMismatchError(f"{path}: vocab_size: token id {token} in a vocabulary of {n_vocab}")
+        entries[token] = (text, kind)
+
     if not isinstance(vocab, dict) or not isinstance(added, list):
         raise CheckpointError(f"{path}: no vocabulary")
     for text, token in vocab.items():
-        entries[token] = (text, _NORMAL)
+        add(token, text, _NORMAL)
     for token in added:
         if not isinstance(token, dict) or not isinstance(token.get("content"), str):
             raise CheckpointError(f"{path}: malformed added_tokens")
         text = token["content"]
         control = bool(token.get("special")) or text == _TURN_END or (text.startswith("<|") and text.endswith("|>"))
-        entries[token.get("id")] = (text, _CONTROL if control else _USER_DEFINED)
-    for token in entries:
-        if isinstance(token, bool) or not isinstance(token, int) or token < 0:
-            raise CheckpointError(f"{path}: token id {token!r}, needed a whole number >= 0")
-        if token >= n_vocab:
-            raise TargetMismatchError(f"{path}: vocab_size: token id {token} in a vocabulary of {n_vocab}")
+        add(token.get("id"), text, _CONTROL if control else _USER_DEFINED)
     tokens = [entries.get(i, (f"[PAD{i}]", _UNUSED)) for i in range(n_vocab)]
     return [text for text, _ in tokens], [kind for _, kind in tokens]
 
@@ -126,4 +131,7 @@ def _chat_template(directory: Path, from_config: Any) -> str | None:
             return path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise CheckpointError(f"{path}: cannot be read ({error})") from error
+    if isinstance(from_config, list):  # several named templates
+        named = {t.get("name"): t.get("template") for t in from_config if isinstance(t, dict)}
+        from_config = named.get("default")
     return from_config if isinstance(from_config, str) else None

@@ -42,15 +42,15 @@ class PlannedTensor:
 
 def check_outfile(outfile: Path) -> None:
     """ConfigError unless a file can be created under this name."""
+    if "\0" in str(outfile):
+        raise ConfigError(f"outfile: {str(outfile)!r} is not a path (null byte)")
     try:
         if outfile.is_dir():
             raise ConfigError(f"outfile: {outfile} is a directory, needed a file name")
         if not outfile.parent.is_dir():
             raise ConfigError(f"outfile: the directory {outfile.parent} does not exist")
-    except (OSError, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(f"outfile: {str(outfile)!r} is not a usable path ({error})") from error
+    except OSError as error:
+        raise ConfigError(f"outfile: {outfile} is not a usable path ({error})") from error
 
 
 def write_gguf(
@@ -70,7 +70,7 @@ def write_gguf(
         os.replace(temporary, outfile)
         _sync_directory(outfile.parent)
         return size
-    except OSError as error:
+    except (OSError, UnicodeEncodeError) as error:  # a tokenizer.json can hold text that is not Unicode
         raise CheckpointError(f"{outfile}: cannot be written ({error})") from error
     finally:
         with contextlib.suppress(OSError):

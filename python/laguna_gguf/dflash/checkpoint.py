@@ -64,11 +64,9 @@ def read_checkpoint(path: str | PathLike[str]) -> Checkpoint:
         if source.is_dir():
             return _read_directory(source)
         if not source.exists():
-            raise CheckpointError(f"{source}: no such file or directory")
-    except (OSError, ValueError) as error:
-        if isinstance(error, (CheckpointError, ConfigError)):
-            raise
-        raise CheckpointError(f"{str(source)!r}: cannot be read ({error})") from error
+            raise CheckpointError(f"{str(source)!r}: no such file or directory")
+    except OSError as error:
+        raise CheckpointError(f"{source}: cannot be read ({error})") from error
     if source.suffix in (".safetensors", ".json"):
         raise CheckpointError(f"{source}: give the directory that holds it")
     return _read_gguf(source)

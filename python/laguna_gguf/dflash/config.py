@@ -174,10 +174,10 @@ def read_json(path: Path) -> Any:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 text ({error})") from error
-    except (OSError, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise CheckpointError(f"{path}: cannot be read ({error})") from error
+    except ConfigError:
+        raise
+    except (OSError, ValueError) as error:  # ValueError: a null byte in the path
+        raise CheckpointError(f"{str(path)!r}: cannot be read ({error})") from error
     return parse_json(text, str(path))
 
 
@@ -205,17 +205,14 @@ def parse_config(source: str | PathLike[str] | Mapping[str, Any]) -> tuple[Draft
     if isinstance(source, Mapping):
         return _parse_fields(source)
     path = Path(source)
+    path = path / "config.json" if path.is_dir() else path
+    data = read_json(path)
     try:
-        path = path / "config.json" if path.is_dir() else path
-    except ValueError as error:  # a null byte in the path
-        raise CheckpointError(f"{str(source)!r}: not a path ({error})") from error
-    try:
-        data = read_json(path)
         if not isinstance(data, dict):
             _reject("config.json", data, "an object")
         return _parse_fields(data)
     except ConfigError as error:
-        raise ConfigError(f"{path}: {error}" if str(path) not in str(error) else str(error)) from error
+        raise ConfigError(f"{path}: {error}") from error
 
 
 def _parse_fields(data: Mapping[str, Any]) -> tuple[DrafterConfig, dict[str, Any]]:

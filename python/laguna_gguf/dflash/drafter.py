@@ -47,9 +47,8 @@ class Drafter:
 
     def __init__(self, checkpoint: Checkpoint, *, n_threads: int | None = None, device: str = "") -> None:
         self._config = checkpoint.config
-        tensors = {name: (tensor.ggml_type, tensor.ne, tensor.data) for name, tensor in checkpoint.tensors.items()}
         n_threads = n_threads or max((os.cpu_count() or 2) // 2, 1)  # llama_cpp.Llama's default
-        self._native = _native.Drafter(checkpoint.config.as_dict(), tensors, n_threads, device)
+        self._native = _native.Drafter(checkpoint.config.as_dict(), checkpoint.native_tensors(), n_threads, device)
         self._target: Any = None  # keeps the model whose tensors the native half reads alive
 
     @property

@@ -8,7 +8,7 @@ import numpy as np
 
 from laguna_gguf import _native
 from laguna_gguf.dflash.config import DEFAULT_SLIDING_WINDOW, DrafterConfig
-from laguna_gguf.errors import CheckpointError, ConfigError
+from laguna_gguf.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -86,10 +86,7 @@ class GgufConfig:
 
 def open_gguf(path: str | PathLike[str]) -> _native.GgufFile:
     """Open and validate a GGUF file; CheckpointError when that fails."""
-    name = fspath(path)
-    if "\0" in name:
-        raise CheckpointError(f"{name!r}: not a path (null byte)")
-    return _native.GgufFile(name)
+    return _native.GgufFile(fspath(path))
 
 
 def find_dialect(file: _native.GgufFile) -> Dialect:

@@ -35,7 +35,6 @@ def run_rounds(
     wanted: tokens still wanted, or None. turn: what the session knows this caller by; when another call begins,
     SessionBusyError ends this one. A value sent in takes the place of the next draft.
     """
-    counters = session.counters
     clock = perf_counter
 
     session.last_token_drafted = False
@@ -47,6 +46,7 @@ def run_rounds(
 
     while True:
         started, away = clock(), 0.0
+        counters = session.counters  # those of this round, whatever reset_stats() does meanwhile
         wanted = None if wanted is None else wanted - 1
         draft = session.draft(anchor, wanted) if proposed is None else session.check_proposal(proposed)
         proposed = None

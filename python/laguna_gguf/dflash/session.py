@@ -21,7 +21,14 @@ from laguna_gguf.dflash.drafter import WINDOWS, Drafter
 from laguna_gguf.dflash.rounds import run_rounds
 from laguna_gguf.dflash.stats import Counters, SpecStats
 from laguna_gguf.dflash.target import TargetContext, check_target_file, model_address, model_shape
-from laguna_gguf.errors import ConfigError, DecodeError, RollbackError, SessionBusyError
+from laguna_gguf.errors import (
+    CheckpointError,
+    ConfigError,
+    DecodeError,
+    LagunaError,
+    RollbackError,
+    SessionBusyError,
+)
 
 CAPTURE_ROWS = 128
 """Rows of one capturing prompt decode: llama.cpp reserves n_vocab floats for every row whose last layer it keeps."""
@@ -42,9 +49,11 @@ class SpecSession(llama_cpp.Llama):
     of one row, so a first difference is possible where two tokens are nearly tied.
     """
 
+    _closed = False
+
     def __init__(
         self,
-        model_path: str,
+        model_path: str | os.PathLike[str],
         draft_model_path: str | os.PathLike[str],
         *,
         draft_max: int | str = "auto",
@@ -90,7 +99,11 @@ class SpecSession(llama_cpp.Llama):
         self._eval_callback = ctypes.cast(
             self._capture.callback_address, llama_cpp.llama_cpp.ggml_backend_sched_eval_callback
         )
-        super().__init__(model_path, **llama_kwargs)
+        try:
+            super().__init__(os.fspath(model_path), **llama_kwargs)
+        except ValueError as error:
+            kind = ConfigError if hasattr(self, "_model") else CheckpointError
+            raise kind(f"llama.cpp refused {model_path} or its settings: {error}") from error
         try:
             config.validate_target(*model_shape(self.model))
             self._target = TargetContext(self, self._capture)
@@ -104,14 +117,25 @@ class SpecSession(llama_cpp.Llama):
         # A graph may stop early only behind the model's last layer: further layers still have to fill their KV cache.
         self._can_stop = config.target_layer_ids[-1] == model_shape(self.model)[0] - 1
         self._rows = config.sliding_window - 1
-        self._limit = min(self._n_ctx, len(self.input_ids))  # llama.cpp may round n_ctx up, Llama's arrays do not
-        self._wanted: int | None = None
+        self._limit = self._n_ctx
+        self._fit_arrays()
+        self.next_max_tokens: int | None = None
+        """max_tokens of a completion that is about to generate; 0 is no limit."""
         self._turn: object | None = None  # identity of the generator in progress
         self.counters = Counters()
         self.last_token_drafted = False
         """Whether the token that `generate` yielded last had been drafted."""
 
     # -- set-up -----------------------------------------------------------------------------------------------------
+
+    def _fit_arrays(self) -> None:
+        """Make Llama's arrays as long as the context: llama.cpp rounds n_ctx up, Llama does not."""
+        if len(self.input_ids) < self._limit:
+            ids = np.zeros(self._limit, dtype=np.intc)
+            ids[: self.n_tokens] = self._input_ids
+            self.input_ids = ids
+        if self._logits_all and len(self.scores) < self._limit:
+            self.scores = np.zeros((self._limit, self._n_vocab), dtype=np.single)
 
     @property
     def context_params(self) -> Any:
@@ -128,7 +152,8 @@ class SpecSession(llama_cpp.Llama):
     @property
     def drafter(self) -> Drafter:
         """The drafter; between calls its context is first brought up to the committed tokens."""
-        if self._turn is None and self._drafter.position != self.n_tokens and self.n_tokens > 0:
+        stale = self._drafter.position != self.n_tokens and self.n_tokens > 0
+        if stale and self._turn is None and not self._closed:
             self._evaluate(self._input_ids.copy(), keep=self.n_tokens, capture=True)
         return self._drafter
 
@@ -142,6 +167,8 @@ class SpecSession(llama_cpp.Llama):
 
     def close(self) -> None:
         """Free context and model; the drafter object survives without a target."""
+        self._closed = True
+        self._turn = None  # a suspended generator must not touch the freed context
         drafter = getattr(self, "_drafter", None)
         if drafter is not None:
             drafter.unbind_target()
@@ -152,6 +179,7 @@ class SpecSession(llama_cpp.Llama):
 
     def reset(self) -> None:
         """Forget all tokens."""
+        self._check_open()
         super().reset()
         self._turn = None
         self._target.clear()
@@ -159,13 +187,16 @@ class SpecSession(llama_cpp.Llama):
 
     def load_state(self, state: llama_cpp.LlamaState) -> None:
         """Restore a saved state; the drafter's context is rebuilt when it is next needed."""
+        self._check_open()
         super().load_state(state)
+        self._fit_arrays()
         self._turn = None
-        self._target.position = self.n_tokens
+        self._target.restored(self.n_tokens)
         self._drafter.reset()
 
     def eval(self, tokens: Sequence[int]) -> None:
         """Evaluate tokens after the current ones. Raises ConfigError when they do not fit in the context."""
+        self._check_open()
         new = self._checked(tokens)
         self._turn = None
         if len(new):
@@ -176,10 +207,19 @@ class SpecSession(llama_cpp.Llama):
         return self._draft_max != 0
 
     def _checked(self, tokens: Sequence[int]) -> NDArray[np.intc]:
-        array = np.asarray(tokens, dtype=np.int64).reshape(-1)
+        try:
+            array = np.asarray(tokens if isinstance(tokens, np.ndarray) else list(tokens))
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"tokens are {type(tokens).__name__}; needed a sequence of token ids") from error
+        if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+            raise ConfigError(f"tokens are {array.dtype} {list(array.shape)}; needed a sequence of token ids")
         if array.size and not (array.min() >= 0 and array.max() < self._n_vocab):
             raise ConfigError(f"token ids must lie in 0..{self._n_vocab - 1}; found {array.min()}..{array.max()}")
         return array.astype(np.intc)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise DecodeError("the session is closed")
 
     def _evaluate(self, tokens: NDArray[np.intc], *, keep: int, capture: bool | None = None) -> None:
         """Bring the target, and with capture the drafter, to exactly `tokens`; the first `keep` were evaluated before.
@@ -286,7 +326,8 @@ class SpecSession(llama_cpp.Llama):
         evaluated, as with Llama. Raises ConfigError (a ValueError) for an empty prompt, one that exceeds the context,
         or ids outside the vocabulary; the session stays usable.
         """
-        wanted, self._wanted = self._wanted, None
+        self._check_open()
+        wanted, self.next_max_tokens = self.next_max_tokens or None, None
         prompt = self._checked(tokens)
         self._sampler = sampler = self._init_sampler(
             top_k=top_k,
@@ -338,13 +379,18 @@ class SpecSession(llama_cpp.Llama):
         self._evaluate(prompt, keep=shared)
 
     def _create_completion(self, *args: Any, **kwargs: Any) -> Any:
+        self._check_open()
         bound = inspect.signature(super()._create_completion).bind(*args, **kwargs)
         limit = bound.arguments.get("max_tokens", 16)
-        self._wanted = limit if limit is not None and limit > 0 else None
+        self.next_max_tokens = max(limit or 0, 0)
         try:
             yield from super()._create_completion(*args, **kwargs)
+        except ValueError as error:
+            if self.next_max_tokens is None or isinstance(error, LagunaError):  # generation had begun
+                raise
+            raise ConfigError(str(error)) from error
         finally:
-            self._wanted = None
+            self.next_max_tokens = None
 
     # -- steps of a round (see rounds.py) ---------------------------------------------------------------------------
 
@@ -399,7 +445,7 @@ class SpecSession(llama_cpp.Llama):
     def check_turn(self, turn: object) -> None:
         """Raise SessionBusyError when another call has taken over the session."""
         if not self.owned_by(turn):
-            raise SessionBusyError("another call on this session has begun; this generator cannot go on")
+            raise SessionBusyError("another call on this session has begun (or closed it); this generator cannot go on")
 
 
 def _n_ubatch(llama_kwargs: dict[str, Any]) -> int:

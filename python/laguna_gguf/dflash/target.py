@@ -169,7 +169,12 @@ class TargetContext:
         if self.n_swa <= 0:
             return True
         lowest = llama_cpp.llama_memory_seq_pos_min(self._memory, 0)
-        return lowest <= max(0, position - self.n_swa + 1)
+        return 0 <= lowest <= max(0, position - self.n_swa + 1)  # -1: the sliding layers hold nothing at all
+
+    def restored(self, position: int) -> None:
+        """The KV cache was replaced by a saved one: keep positions below `position`, the only ones that count."""
+        llama_cpp.llama_memory_seq_rm(self._memory, 0, position, -1)
+        self.position = position
 
     def clear(self) -> None:
         """Forget everything."""
