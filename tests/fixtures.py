@@ -148,9 +148,7 @@ def write_drafter_dir(
     config = drafter_config(**config_overrides)
     tensors = drafter_tensors(config, seed=seed, dtype=dtype)
     (path / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
-    save_tensors(
-        path, layout_tensors(tensors, config, layout), dtype=dtype, n_shards=3 if layout == "sharded" else 1
-    )
+    save_tensors(path, layout_tensors(tensors, config, layout), dtype=dtype, n_shards=3 if layout == "sharded" else 1)
     return tensors
 
 

@@ -1,4 +1,4 @@
-"""Sessions and plain Llamas on tiny models: forced acceptance, states built from scratch, comparison up to near ties."""
+"""Sessions and plain Llamas on tiny models: forced acceptance, states from scratch, comparison up to near ties."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -114,14 +114,19 @@ class Scratch:
         self._capture = new_capture(layers)
         self._llm = CapturedLlama(target, self._capture, n_ctx=1024, swa_full=True)
         self._drafter = load_drafter(drafter, target=self._llm, n_threads=1)
+        self._tokens: list[int] = []
+        self._logits: NDArray[np.float32] = np.zeros((0, 0), np.float32)
 
     def logits(self, tokens: Sequence[int]) -> NDArray[np.float32]:
         """The target's logits for the token after these."""
+        if self._tokens == list(tokens):
+            return self._logits[-1]
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._llm.ctx), True)
         self._capture.begin()
         for start in range(0, len(tokens), 512):
-            logits = self._llm.decode_all(tokens[start : start + 512], start)
-        return logits[-1]
+            self._logits = self._llm.decode_all(tokens[start : start + 512], start)
+        self._tokens = list(tokens)
+        return self._logits[-1]
 
     def draft_logits(self, tokens: Sequence[int], anchor: int = ANCHOR, n: int = PROBE) -> NDArray[np.float32]:
         """The drafter's logits for the n tokens after the anchor that follows these tokens."""
@@ -171,6 +176,7 @@ def check_state(session: SpecSession, scratch: Scratch, tokens: Sequence[int]) -
         assert session.drafter.position == 0
         return
     assert session.drafter.position == session.n_tokens
+    assert session.drafter.n_rows >= min(len(tokens), session.drafter.config.sliding_window - 1)
     assert spread(draft_logits(session), scratch.draft_logits(tokens)) <= STATE_TOLERANCE
     assert spread(next_logits(session), scratch.logits(tokens)) <= STATE_TOLERANCE
     assert session._input_ids.tolist() == list(tokens)

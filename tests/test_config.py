@@ -199,8 +199,10 @@ def test_config_rejects_bad_contract() -> None:
         DrafterConfig.from_json(XS_2_1).validate_target(48, 2048, 100352)
 
 
-@pytest.mark.parametrize(("shape", "field"), [((7, 64, 320), "num_target_layers"), ((8, 32, 320), "hidden_size"),
-                                              ((8, 64, 321), "vocab_size")])
+@pytest.mark.parametrize(
+    ("shape", "field"),
+    [((7, 64, 320), "num_target_layers"), ((8, 32, 320), "hidden_size"), ((8, 64, 321), "vocab_size")],
+)
 def test_validate_target(shape: tuple[int, int, int], field: str) -> None:
     config = DrafterConfig.from_json(drafter_config())
     config.validate_target(8, 64, 320)
@@ -208,7 +210,7 @@ def test_validate_target(shape: tuple[int, int, int], field: str) -> None:
         config.validate_target(*shape)
 
 
-@pytest.mark.parametrize("text", ["{", "[1]", "null", "{\"a\": NaN,}", "[" * 100000, "\x00"])
+@pytest.mark.parametrize("text", ["{", "[1]", "null", '{"a": NaN,}', "[" * 100000, "\x00"])
 def test_rejects_files_that_are_not_a_config(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(LagunaError, match=r"config\.json"):
@@ -226,8 +228,11 @@ def test_rejects_missing_files_and_duplicate_keys(tmp_path: Path) -> None:
 
 
 def test_other_families_are_named() -> None:
-    for architecture, name in (("DFlashDraftModel", "Qwen"), ("LlamaForCausalLMEagle3", "EAGLE"),
-                               ("LagunaForCausalLM", "target")):
+    for architecture, name in (
+        ("DFlashDraftModel", "Qwen"),
+        ("LlamaForCausalLMEagle3", "EAGLE"),
+        ("LagunaForCausalLM", "target"),
+    ):
         with pytest.raises(ConfigError, match=name):
             DrafterConfig.from_json(drafter_config(architectures=[architecture]))
 
@@ -237,9 +242,16 @@ def test_other_families_are_named() -> None:
 
 def common(arch: str) -> GgufBuilder:
     builder = GgufBuilder().key("general.architecture", b.STRING, arch)
-    for key, value in {"block_count": 3, "context_length": 4096, "embedding_length": 64, "feed_forward_length": 96,
-                       "attention.head_count": 4, "attention.head_count_kv": 2, "attention.key_length": 16,
-                       "attention.value_length": 16}.items():
+    for key, value in {
+        "block_count": 3,
+        "context_length": 4096,
+        "embedding_length": 64,
+        "feed_forward_length": 96,
+        "attention.head_count": 4,
+        "attention.head_count_kv": 2,
+        "attention.key_length": 16,
+        "attention.value_length": 16,
+    }.items():
         builder.key(f"{arch}.{key}", b.U32, value)
     builder.key(f"{arch}.attention.layer_norm_rms_epsilon", b.F32, 1e-6)
     return builder.key(f"{arch}.rope.freq_base", b.F32, 500000.0)
@@ -286,17 +298,20 @@ def test_from_gguf_explicit_keys(tmp_path: Path) -> None:
     assert config == DrafterConfig.from_json(drafter_config())
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    (lambda x: x.key("dflash.attention.causal", b.BOOL, 0), "causal"),
-    (lambda x: x.key("dflash.attention.sliding_window", b.U32, 1), "sliding_window"),
-    (lambda x: x.key("dflash.attention.sliding_window", b.STRING, "512"), "sliding_window"),
-    (lambda x: x.array_key("dflash.attention.sliding_window_pattern", b.BOOL, [1, 0, 1]), "layer_types"),
-    (lambda x: x.array_key("dflash.attention.sliding_window_pattern", b.BOOL, [1]), "layer_types"),
-    (lambda x: x.key("dflash.num_target_layers", b.U32, 7), "target_layer_ids"),
-    (lambda x: x.key("dflash.expert_count", b.U32, 8), "num_experts"),
-    (lambda x: x.key("dflash.rope.scaling.type", b.STRING, "yarn"), "rope_parameters"),
-    (lambda x: x.key("dflash.rope.dimension_count", b.U32, 8), "head_dim"),
-])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda x: x.key("dflash.attention.causal", b.BOOL, 0), "causal"),
+        (lambda x: x.key("dflash.attention.sliding_window", b.U32, 1), "sliding_window"),
+        (lambda x: x.key("dflash.attention.sliding_window", b.STRING, "512"), "sliding_window"),
+        (lambda x: x.array_key("dflash.attention.sliding_window_pattern", b.BOOL, [1, 0, 1]), "layer_types"),
+        (lambda x: x.array_key("dflash.attention.sliding_window_pattern", b.BOOL, [1]), "layer_types"),
+        (lambda x: x.key("dflash.num_target_layers", b.U32, 7), "target_layer_ids"),
+        (lambda x: x.key("dflash.expert_count", b.U32, 8), "num_experts"),
+        (lambda x: x.key("dflash.rope.scaling.type", b.STRING, "yarn"), "rope_parameters"),
+        (lambda x: x.key("dflash.rope.dimension_count", b.U32, 8), "head_dim"),
+    ],
+)
 def test_from_gguf_rejects_by_field_name(tmp_path: Path, change: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         DrafterConfig.from_gguf(change(published_a()).write(tmp_path / "d.gguf"))
@@ -307,7 +322,7 @@ def test_from_gguf_rejects_missing_or_mistyped_keys(tmp_path: Path) -> None:
     for i, key in enumerate(full.keys):
         if b"context_length" in key or b"value_length" in key:
             continue
-        broken = GgufBuilder(keys=full.keys[:i] + full.keys[i + 1:])
+        broken = GgufBuilder(keys=full.keys[:i] + full.keys[i + 1 :])
         with pytest.raises(ConfigError):
             DrafterConfig.from_gguf(broken.write(tmp_path / "d.gguf"))
     first = published_a()
@@ -316,16 +331,19 @@ def test_from_gguf_rejects_missing_or_mistyped_keys(tmp_path: Path) -> None:
         DrafterConfig.from_gguf(first.array_key("dflash.target_layers", b.I32, [0, 5, 8]).write(tmp_path / "d.gguf"))
 
 
-@pytest.mark.parametrize(("builder", "message"), [
-    (common("dflash"), "Qwen"),
-    (common("dflash").key("dflash.decoder_arch", b.STRING, "qwen3"), "Qwen"),
-    (common("dflash-draft"), "Qwen"),
-    (common("dflash-draft").tensor("dflash.fc.weight", (4, 4)), "Qwen"),
-    (common("laguna"), "target"),
-    (common("eagle3"), "EAGLE-3"),
-    (common("llama"), "llama"),
-    (GgufBuilder(), "general.architecture"),
-])
+@pytest.mark.parametrize(
+    ("builder", "message"),
+    [
+        (common("dflash"), "Qwen"),
+        (common("dflash").key("dflash.decoder_arch", b.STRING, "qwen3"), "Qwen"),
+        (common("dflash-draft"), "Qwen"),
+        (common("dflash-draft").tensor("dflash.fc.weight", (4, 4)), "Qwen"),
+        (common("laguna"), "target"),
+        (common("eagle3"), "EAGLE-3"),
+        (common("llama"), "llama"),
+        (GgufBuilder(), "general.architecture"),
+    ],
+)
 def test_from_gguf_names_other_models(tmp_path: Path, builder: GgufBuilder, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         DrafterConfig.from_gguf(builder.write(tmp_path / "d.gguf"))

@@ -1,8 +1,6 @@
 """The native GGUF reader: what it reads, and that nothing hostile gets past it (attacks: malformed/README.md)."""
 
 import gc
-import struct
-from collections.abc import Callable
 from pathlib import Path
 
 import gguf
@@ -13,13 +11,25 @@ from laguna_gguf import _native
 from laguna_gguf.errors import CheckpointError, ConfigError
 from malformed import builder as b
 from malformed.builder import GgufBuilder
+from malformed.gguf_attacks import ATTACKS
 
 
 def good() -> GgufBuilder:
     """A small valid file with every value type and three tensors."""
     builder = GgufBuilder().key("general.architecture", b.STRING, "test")
-    values = {b.U8: 255, b.I8: -128, b.U16: 65535, b.I16: -32768, b.U32: 2**32 - 1, b.I32: -(2**31), b.F32: 0.5,
-              b.BOOL: 1, b.U64: 2**64 - 1, b.I64: -(2**63), b.F64: 0.1}
+    values = {
+        b.U8: 255,
+        b.I8: -128,
+        b.U16: 65535,
+        b.I16: -32768,
+        b.U32: 2**32 - 1,
+        b.I32: -(2**31),
+        b.F32: 0.5,
+        b.BOOL: 1,
+        b.U64: 2**64 - 1,
+        b.I64: -(2**63),
+        b.F64: 0.1,
+    }
     for kind, value in values.items():
         builder.key(f"scalar.{kind}", kind, value)
         builder.array_key(f"array.{kind}", kind, [value, 0, value])
@@ -107,75 +117,6 @@ def test_metadata_only(tmp_path: Path) -> None:
     assert file.tensors() == []
 
 
-HUGE = 2**64 - 1
-
-ATTACKS: dict[str, tuple[Callable[[], GgufBuilder], str]] = {
-    "magic": (lambda: GgufBuilder(magic=b"GGML"), "not a GGUF"),
-    "version-1": (lambda: GgufBuilder(version=1), "version 1"),
-    "version-4": (lambda: GgufBuilder(version=4), "version 4"),
-    "big-endian": (lambda: GgufBuilder(version=3 << 24), "big-endian"),
-    "keys-huge": (lambda: GgufBuilder(n_keys=1 << 63), "keys"),
-    "keys-plausible": (lambda: GgufBuilder(n_keys=60000), "do not fit"),
-    "tensors-huge": (lambda: GgufBuilder(n_tensors=1 << 63), "tensors"),
-    "tensors-plausible": (lambda: GgufBuilder(n_tensors=100000), "do not fit"),
-    "key-length": (lambda: _with_key(b.string("k", HUGE) + bytes(20)), "bytes long"),
-    "key-length-past-end": (lambda: _with_key(b.string("k", 5000) + bytes(20)), "truncated"),
-    "key-empty": (lambda: GgufBuilder().key("", b.U8, 1), "empty key"),
-    "key-duplicate": (lambda: GgufBuilder().key("k", b.U8, 1).key("k", b.U8, 1), "duplicate key"),
-    "value-type": (lambda: GgufBuilder().raw_key("k", 13, bytes(16)), "value type 13"),
-    "string-huge": (lambda: GgufBuilder().raw_key("k", b.STRING, b.string("v", HUGE)), "bytes long"),
-    "string-past-end": (lambda: GgufBuilder().raw_key("k", b.STRING, b.string("v", 1000)), "truncated"),
-    "array-huge": (lambda: GgufBuilder().array_key("k", b.U64, [1], HUGE), "elements"),
-    "array-wraps": (lambda: GgufBuilder().array_key("k", b.U64, [1], (1 << 61) + 1), "elements"),
-    "array-past-end": (lambda: GgufBuilder().array_key("k", b.U8, [1], 1000), "elements"),
-    "array-of-strings-huge": (lambda: GgufBuilder().array_key("k", b.STRING, ["v"], 1 << 40), "elements"),
-    "array-string-past-end": (lambda: GgufBuilder().raw_key("k", b.ARRAY, struct.pack("<IQ", b.STRING, 1) +
-                                                            b.string("v", 99)), "truncated"),
-    "array-element-type": (lambda: GgufBuilder().raw_key("k", b.ARRAY, struct.pack("<IQ", 99, 1) + bytes(8)),
-                           "type 99"),
-    "array-nested": (lambda: GgufBuilder().raw_key("k", b.ARRAY, struct.pack("<IQ", b.ARRAY, 1) +
-                                                   b.array(b.U8, [1])), "arrays of arrays"),
-    "bool": (lambda: GgufBuilder().key("k", b.BOOL, 2), "bool value 2"),
-    "bool-array": (lambda: GgufBuilder().array_key("k", b.BOOL, [0, 1, 255]), "bool array"),
-    "alignment-type": (lambda: GgufBuilder().key("general.alignment", b.U64, 32), "general.alignment"),
-    "alignment-string": (lambda: GgufBuilder().key("general.alignment", b.STRING, "32"), "general.alignment"),
-    "alignment-array": (lambda: GgufBuilder().array_key("general.alignment", b.U32, [32]), "general.alignment"),
-    "alignment-0": (lambda: GgufBuilder().key("general.alignment", b.U32, 0), "power of two"),
-    "alignment-3": (lambda: GgufBuilder().key("general.alignment", b.U32, 3), "power of two"),
-    "alignment-huge": (lambda: GgufBuilder().key("general.alignment", b.U32, 1 << 31).tensor("t", (1,)),
-                       "power of two"),
-    "tensor-duplicate": (lambda: GgufBuilder().tensor("t", (1,)).tensor("t", (1,)), "duplicate tensor"),
-    "tensor-name-long": (lambda: GgufBuilder().tensor("t" * 64, (1,)), "bytes long"),
-    "dims-5": (lambda: GgufBuilder().tensor("t", (1, 1, 1, 1, 1)), "5 dimensions"),
-    "dim-0": (lambda: GgufBuilder().tensor("t", (4, 0)), "dimension 1 is 0"),
-    "dim-negative": (lambda: GgufBuilder().tensor("t", (HUGE,)), "63 bits"),
-    "dims-wrap": (lambda: GgufBuilder().tensor("t", ((1 << 42) + 1, 1 << 22)), "63 bits"),
-    "dims-wrap-to-zero": (lambda: GgufBuilder().tensor("t", (1 << 32, 1 << 32)), "63 bits"),
-    "bytes-wrap": (lambda: GgufBuilder().tensor("t", ((1 << 62) + 1,)), "overflows"),
-    "type-unknown": (lambda: GgufBuilder().tensor("t", (4,), 999), "type 999"),
-    "type-negative": (lambda: GgufBuilder().tensor("t", (4,), 2**32 - 1), "type 4294967295"),
-    "type-removed": (lambda: GgufBuilder().tensor("t", (32,), 4), "type 4"),
-    "row-not-blocks": (lambda: GgufBuilder().tensor("t", (33,), b.GGML_Q8_0, bytes(64)), "not divisible"),
-    "offset-misaligned": (lambda: GgufBuilder().tensor("t", (4,), data=bytes(64), offset=4), "alignment"),
-    "offset-past-end": (lambda: GgufBuilder().tensor("t", (4,), offset=4096), "truncated"),
-    "offset-wraps": (lambda: GgufBuilder().tensor("t", (4,), offset=2**64 - 32), "truncated"),
-    "data-short": (lambda: GgufBuilder().tensor("t", (1024,), data=bytes(100)), "truncated"),
-    "data-missing": (lambda: GgufBuilder().tensor("t", (1 << 40,)), "truncated"),
-    "overlap": (lambda: GgufBuilder().tensor("t", (16,)).tensor("u", (16,), offset=32), "overlap"),
-    "same-place": (lambda: GgufBuilder().tensor("t", (16,)).tensor("u", (16,), offset=0), "overlap"),
-    "split-count-string": (lambda: GgufBuilder().key("split.count", b.STRING, "2"), "split.count"),
-    "split-count-huge": (lambda: GgufBuilder().key("split.count", b.U64, HUGE).key("split.no", b.U16, 0), "split"),
-    "split-no-outside": (lambda: GgufBuilder().key("split.count", b.U16, 2).key("split.no", b.U16, 2), "split.no 2"),
-    "split-name": (lambda: GgufBuilder().key("split.count", b.U16, 2).key("split.no", b.U16, 0), "00001-of-00002"),
-}
-
-
-def _with_key(raw: bytes) -> GgufBuilder:
-    builder = GgufBuilder()
-    builder.keys.append(raw)
-    return builder
-
-
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_rejects(tmp_path: Path, attack: str) -> None:
     make, message = ATTACKS[attack]
@@ -218,8 +159,11 @@ def test_rejects_what_is_not_a_file(tmp_path: Path) -> None:
 
 def shards(count: int) -> list[GgufBuilder]:
     return [
-        GgufBuilder().key("split.no", b.U16, i).key("split.count", b.U16, count)
-        .key("split.tensors.count", b.I32, count).tensor(f"t{i}", (4,), data=np.full(4, i, "<f4").tobytes())
+        GgufBuilder()
+        .key("split.no", b.U16, i)
+        .key("split.count", b.U16, count)
+        .key("split.tensors.count", b.I32, count)
+        .tensor(f"t{i}", (4,), data=np.full(4, i, "<f4").tobytes())
         for i in range(count)
     ]
 
@@ -270,7 +214,11 @@ def test_rejects_shards_that_do_not_belong_together(tmp_path: Path) -> None:
 
 def test_type_table() -> None:
     assert (_native.type_name(0), _native.type_name(30), _native.type_name(8), _native.type_name(12)) == (
-        "f32", "bf16", "q8_0", "q4_k")
+        "f32",
+        "bf16",
+        "q8_0",
+        "q4_k",
+    )
     assert _native.type_size(8) == (32, 34)
     assert _native.type_size(0) == (1, 4)
     for unknown in (-1, 4, 5, 999):
@@ -308,7 +256,7 @@ def test_all_finite(ggml_type: int) -> None:
     data = _native.quantize(rows, ggml_type)
     assert _native.all_finite(data, ggml_type, 256)
     bad = data.copy()
-    bad[2, :4 if ggml_type == 0 else 2] = 0xFF  # a NaN, or a NaN block scale
+    bad[2, : 4 if ggml_type == 0 else 2] = 0xFF  # a NaN, or a NaN block scale
     assert not _native.all_finite(bad, ggml_type, 256)
     with pytest.raises(ConfigError):
         _native.all_finite(data.reshape(-1)[:-1], ggml_type, 256)

@@ -1,39 +1,36 @@
 """What a session holds between and during calls: always what a computation from scratch would hold."""
 
-import os
-import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import llama_cpp
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from fixtures import write_drafter_dir
-from laguna_gguf import LagunaError, SpecSession, load_drafter
+from laguna_gguf import LagunaError, SpecSession
 from laguna_gguf.errors import SessionBusyError
 from session_tools import (
     FULL,
     GREEDY,
     MIXED,
-    SAMPLED,
+    STATE_TOLERANCE,
     ForcedDrafts,
+    Peek,
     Scratch,
     check_state,
-    next_logits,
     plain_llama,
     spec_session,
+    spread,
     take,
     take_plain,
     text_ids,
 )
-from tiny_models import TINY_TARGET, write_tiny_target
+from tiny_models import TINY_TARGET
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +50,7 @@ def session(tiny_target: Path, tiny_drafter: Path) -> SpecSession:
 
 # Any order of calls.
 
-SHORT = st.integers(1, 60)
+LENGTH = st.integers(1, 60) | st.just(310)
 SEED = st.integers(0, 5)
 
 
@@ -82,7 +79,7 @@ class SessionMachine(RuleBasedStateMachine):
         forced.remove()
         self.tokens = prompt + expected[: n - 1]
 
-    @rule(n_prompt=SHORT, seed=SEED, n=st.integers(1, 20), accept=st.integers(0, 7))
+    @rule(n_prompt=LENGTH, seed=SEED, n=st.integers(1, 20), accept=st.integers(0, 7))
     def new_prompt(self, n_prompt: int, seed: int, n: int, accept: int) -> None:
         self.run(text_ids(n_prompt, seed), n, accept)
 
@@ -112,7 +109,7 @@ class SessionMachine(RuleBasedStateMachine):
         elif other == "reset":
             self.reset()
         else:
-            self.run(self.tokens[: len(prompt) - 1] + [77, 78], 2, 0)
+            self.run([*self.tokens[: len(prompt) - 1], 77, 78], 2, 0)
         with pytest.raises(SessionBusyError):
             next(stream)
 
@@ -157,19 +154,27 @@ class SessionMachine(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"draft_max": 7, "swa_full": False, "n_ubatch": 16}, {"draft_max": 15}, {"draft_max": 0, "swa_full": False}],
+    ("window", "options"),
+    [
+        (32, {"draft_max": 7, "swa_full": False, "n_ubatch": 16}),
+        (6, {"draft_max": 15}),
+        (200, {"draft_max": 7, "swa_full": False, "n_ubatch": 16}),
+        (200, {"draft_max": 0, "swa_full": False}),
+    ],
     ids=str,
 )
 def test_any_order_of_calls(
-    tiny_target: Path, tiny_drafter: Path, scratch: Scratch, plain: llama_cpp.Llama, options: dict[str, Any]
+    tiny_target: Path, tmp_path: Path, plain: llama_cpp.Llama, window: int, options: dict[str, Any]
 ) -> None:
-    session = spec_session(tiny_target, tiny_drafter, **options)
-    machine = type("Machine", (SessionMachine,), {"session": session, "scratch": scratch, "plain": plain})
+    """`window` is the drafter's; 200 is more rows than a prompt is decoded whole for."""
+    drafter = tmp_path / "drafter"
+    write_drafter_dir(drafter, sliding_window=window)
+    members = {"session": spec_session(tiny_target, drafter, **options), "plain": plain}
+    machine = type("Machine", (SessionMachine,), members | {"scratch": Scratch(tiny_target, drafter)})
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=12,
+            max_examples=6,
             stateful_step_count=12,
             deadline=None,
             derandomize=True,
@@ -208,6 +213,7 @@ def test_state_within_a_round(session: SpecSession, plain: llama_cpp.Llama) -> N
         assert session.n_tokens == 40 + i
         assert session._input_ids.tolist() == prompt + expected[:i]
         assert list(session.eval_tokens) == prompt + expected[:i]
+        assert 40 <= session.drafter.position <= 40 + i
     stream.close()
 
 
@@ -221,6 +227,53 @@ def test_drafter_of_a_plain_session(tiny_target: Path, tiny_drafter: Path, scrat
     check_state(session, scratch, tokens)
     session.eval(text_ids(3, 2))
     check_state(session, scratch, tokens + text_ids(3, 2))
+
+
+# Saved states.
+
+
+@pytest.mark.parametrize("n_other", [0, 20, 59, 60, 61, 150])
+@pytest.mark.parametrize("draft_max", [7, 0])
+def test_saved_state(
+    tiny_target: Path, tiny_drafter: Path, scratch: Scratch, plain: llama_cpp.Llama, n_other: int, draft_max: int
+) -> None:
+    """A state comes back whole, whatever target and drafter held meanwhile."""
+    session = spec_session(tiny_target, tiny_drafter, draft_max=draft_max)
+    prompt = text_ids(50, 1)
+    tokens = prompt + take(session, prompt, 11, **GREEDY)
+    assert session.n_tokens == 60
+    state = session.save_state()
+    if n_other:
+        take(session, text_ids(n_other, 2), 1, **GREEDY)
+        assert session.drafter.position == n_other
+    session.load_state(state)
+    assert take(session, tokens, 20, **GREEDY) == take_plain(plain, tokens, 20, **GREEDY)
+    session.load_state(state)
+    check_state(session, scratch, tokens[:60])
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 6])
+@pytest.mark.parametrize("draft_max", [7, 0])
+def test_state_saved_within_a_round(
+    tiny_target: Path, tiny_drafter: Path, scratch: Scratch, plain: llama_cpp.Llama, draft_max: int, n: int
+) -> None:
+    """The target then holds rows that were not yielded yet, and rejected ones: they do not come back."""
+    prompt = text_ids(50, 1)
+    expected = take_plain(plain, prompt, 20, **GREEDY)
+    saving = spec_session(tiny_target, tiny_drafter)
+    ForcedDrafts(saving, prompt, expected, (4,))
+    stream = saving.generate(prompt, **GREEDY)
+    assert list(islice(stream, n)) == expected[:n]
+    state = saving.save_state()
+    tokens = prompt + expected[:n] + text_ids(2, 3)
+    session = spec_session(tiny_target, tiny_drafter, draft_max=draft_max)
+    session.load_state(state)
+    peek = Peek()
+    take(session, tokens, 1, **GREEDY, logits_processor=peek)
+    assert spread(peek.seen[0], scratch.logits(tokens)) <= STATE_TOLERANCE
+    session.load_state(state)
+    session.eval(tokens[session.n_tokens :])
+    check_state(session, scratch, tokens)
 
 
 # Going back.
@@ -238,6 +291,35 @@ def test_deep_rewind(tiny_target: Path, tiny_drafter: Path, scratch: Scratch, sh
     tokens = take(session, prompt, 30, **GREEDY)
     assert tokens == take(spec_session(tiny_target, tiny_drafter, **options), prompt, 30, **GREEDY)
     check_state(session, scratch, prompt + tokens[:-1])
+
+
+@pytest.mark.parametrize("n_more", [1, 2, 20, 40])
+def test_rewind_into_the_captured_rows(session: SpecSession, scratch: Scratch, n_more: int) -> None:
+    """The drafter saw the last window of a prompt only; a prompt that branches off in there needs rows before it."""
+    history = text_ids(100, 1)
+    for shared in (20, 60, 68, 69, 70, 85, 98, 99):
+        session.reset()
+        take(session, history, 1, **GREEDY)
+        tokens = history[:shared] + text_ids(n_more, 2)
+        take(session, tokens, 1, **GREEDY)
+        check_state(session, scratch, tokens)
+
+
+def test_rewind_around_the_end_of_the_ring(tiny_target: Path, tiny_drafter: Path, scratch: Scratch) -> None:
+    """Lost keys are noticed exactly: one row too few in the window would already show in the logits."""
+    session = spec_session(tiny_target, tiny_drafter, draft_max=0, swa_full=False, n_ubatch=16, n_batch=16)
+    memory = llama_cpp.llama_get_memory(session.ctx)
+    history = text_ids(400, 1)
+    decisions = []
+    for more in range(-4, 5):
+        take(session, history, 1, **GREEDY)
+        lowest = llama_cpp.llama_memory_seq_pos_min(memory, 0)
+        tokens = [*history[: lowest + TINY_TARGET.window - 1 + more], 40]
+        peek = Peek()
+        take(session, tokens, 1, **GREEDY, logits_processor=peek)
+        decisions.append(llama_cpp.llama_memory_seq_pos_min(memory, 0) == lowest)
+        assert spread(peek.seen[0], scratch.logits(tokens)) <= STATE_TOLERANCE
+    assert decisions == [False] * 4 + [True] * 5
 
 
 def test_rewind_by_a_whole_prefix(session: SpecSession, scratch: Scratch, plain: llama_cpp.Llama) -> None:
@@ -268,85 +350,3 @@ def test_prefix_is_reused(session: SpecSession, monkeypatch: pytest.MonkeyPatch)
     decoded.clear()
     take(session, session._input_ids.tolist(), 1, **GREEDY)
     assert sum(decoded) == 0
-
-
-# Several requests, several sessions.
-
-
-def requests() -> list[tuple[list[int], dict[str, Any]]]:
-    """Prompts without and with a common prefix, greedy and sampled."""
-    return [(text_ids(50, 1), GREEDY), (text_ids(50, 1)[:30] + text_ids(9, 2), SAMPLED), (text_ids(7, 3), GREEDY)]
-
-
-@pytest.mark.parametrize("between", ["nothing", "reset", "error", "drafter", "abandoned"])
-def test_requests_do_not_influence_each_other(tiny_target: Path, tiny_drafter: Path, between: str) -> None:
-    session = spec_session(tiny_target, tiny_drafter)
-    for prompt, sampler in requests():
-        fresh = spec_session(tiny_target, tiny_drafter)
-        assert take(session, prompt, 30, seed=3, **sampler) == take(fresh, prompt, 30, seed=3, **sampler)
-        assert session._input_ids.tolist() == fresh._input_ids.tolist()
-        if between == "reset":
-            session.reset()
-        elif between == "error":
-            with pytest.raises(LagunaError):
-                next(session.generate([9999]))
-            stream = session.generate(text_ids(20, 8))
-            next(stream)
-            with pytest.raises(LagunaError):
-                stream.send([-1])
-        elif between == "drafter":
-            session.drafter.reset()
-        elif between == "abandoned":
-            list(islice(session.generate(text_ids(30, 7), **GREEDY), 5))
-
-
-def test_two_sessions_in_turns(tiny_target: Path, tiny_drafter: Path, scratch: Scratch) -> None:
-    sessions = [spec_session(tiny_target, tiny_drafter, n_ubatch=n) for n in (16, 512)]
-    prompts = [text_ids(40, 5), text_ids(33, 6)]
-    expected = [take(spec_session(tiny_target, tiny_drafter), prompt, 40, seed=2, **SAMPLED) for prompt in prompts]
-    streams = []
-    for session, prompt in zip(sessions, prompts, strict=True):
-        session.set_seed(2)
-        streams.append(session.generate(prompt, **SAMPLED))
-    for pair in islice(zip(*streams, strict=True), 40):
-        for token, tokens in zip(pair, expected, strict=True):
-            assert token == tokens.pop(0)
-    for session, stream in zip(sessions, streams, strict=True):
-        stream.close()
-        check_state(session, scratch, session._input_ids.tolist())
-
-
-@pytest.mark.parametrize("pause", [1, 2, 5])
-def test_new_call_takes_over(session: SpecSession, plain: llama_cpp.Llama, pause: int) -> None:
-    prompt, other = text_ids(40, 9), text_ids(20, 10)
-    expected = take_plain(plain, prompt, 20, **GREEDY)
-    ForcedDrafts(session, prompt, expected, (FULL,)).remove()
-    old = session.generate(prompt, **GREEDY)
-    assert list(islice(old, pause)) == expected[:pause]
-    new = session.generate(other, **GREEDY)
-    tokens = list(islice(new, 4))
-    with pytest.raises(SessionBusyError):
-        next(old)
-    with pytest.raises(StopIteration):
-        next(old)
-    tokens += islice(new, 6)
-    new.close()
-    assert tokens == take_plain(plain, other, 10, **GREEDY)
-    assert session._input_ids.tolist() == other + tokens[:-1]
-
-
-def test_dropped_generator_changes_nothing(session: SpecSession, scratch: Scratch, plain: llama_cpp.Llama) -> None:
-    """The old generator may be collected in the middle of the new one."""
-    prompt, other = text_ids(40, 9), text_ids(20, 10)
-    expected = take_plain(plain, prompt, 20, **GREEDY)
-    forced = ForcedDrafts(session, prompt, expected, (FULL,))
-    old = session.generate(prompt, **GREEDY)
-    assert list(islice(old, 4)) == expected[:4]
-    forced.remove()
-    new = session.generate(other, **GREEDY)
-    tokens = list(islice(new, 3))
-    del old
-    tokens += islice(new, 3)
-    new.close()
-    assert tokens == take_plain(plain, other, 6, **GREEDY)
-    check_state(session, scratch, other + tokens[:-1])

@@ -1,5 +1,7 @@
 #!/usr/bin/env python3
-"""Convert a Laguna DFlash drafter checkpoint to GGUF (a thin command around laguna_gguf.convert_dflash).
+"""Convert a Laguna DFlash drafter checkpoint to GGUF, or back to a Hugging Face directory.
+
+A thin command around laguna_gguf.convert_dflash.
 
 Exit status: 0 converted, 1 refused or failed (one reason on stderr), 2 usage.
 """
@@ -7,10 +9,14 @@ Exit status: 0 converted, 1 refused or failed (one reason on stderr), 2 usage.
 import argparse
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-from laguna_gguf.convert import OUTTYPES, convert_dflash
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+from laguna_gguf.convert import HF, OUTTYPES, convert
 from laguna_gguf.errors import LagunaError
 
 _PLACEHOLDERS = ("ftype", "outtype")
@@ -19,13 +25,27 @@ _PLACEHOLDERS = ("ftype", "outtype")
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Exits with status 2 on wrong usage."""
     parser = argparse.ArgumentParser(prog="convert_dflash.py", description="Convert a Laguna DFlash drafter to GGUF.")
-    parser.add_argument("model", help="drafter: Hugging Face directory, or a GGUF file of any dialect")
-    parser.add_argument("--outfile", metavar="FILE",
-                        help="file to write; {ftype} becomes the output type, {FTYPE} in upper case")
-    parser.add_argument("--outtype", choices=list(OUTTYPES), default="bf16", help="type of the matrices (default bf16)")
+    parser.add_argument(
+        "model", help="drafter: Hugging Face directory, GGUF file of any dialect, or hf://org/name[/file]"
+    )
+    parser.add_argument(
+        "--outfile",
+        metavar="FILE",
+        help="file (with --outtype hf: new directory) to write; {ftype} becomes the output type, {FTYPE} in upper case",
+    )
+    parser.add_argument(
+        "--outtype",
+        type=str.lower,
+        choices=[*OUTTYPES, HF],
+        default="bf16",
+        help="type of the matrices (default bf16), or hf for a Hugging Face directory",
+    )
     target = parser.add_mutually_exclusive_group()
-    target.add_argument("--target-model-dir", metavar="DIR", help="directory of the target, which the drafter is "
-                        "checked against and whose tokenizer is copied")
+    target.add_argument(
+        "--target-model-dir",
+        metavar="DIR",
+        help="directory of the target, which the drafter is checked against and whose tokenizer is copied",
+    )
     target.add_argument("--target-gguf", metavar="FILE", help="the same from a GGUF file")
     parser.add_argument("--dry-run", action="store_true", help="print mapping, sizes and defaults; write nothing")
     parser.add_argument("--verbose", action="store_true", help="print the mapping, and log what is done")
@@ -42,38 +62,62 @@ def fill_placeholders(outfile: str, outtype: str) -> str:
     return outfile
 
 
+@contextmanager
+def progress_bar() -> Iterator[Callable[[int, int], None] | None]:
+    """A bar on stderr where that is a terminal, else nothing."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield None
+        return
+    columns = (TextColumn("converting"), BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("convert", total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
 def print_report(report: dict[str, Any], *, mapping: bool) -> None:
     """Print what was (or would be) written to stdout."""
     if mapping:
+        width = max(len(tensor["name"]) for tensor in report["tensors"])
         for tensor in report["tensors"]:
             shape = "x".join(str(n) for n in tensor["shape"])
-            print(f"{tensor['name']:32} {tensor['type']:5} {shape:>14} {tensor['bytes']:>13,} bytes  <- "
-                  f"{', '.join(tensor['sources'])}")
+            print(
+                f"{tensor['name']:{width}} {tensor['type']:5} {shape:>14} {tensor['bytes']:>13,} bytes  <- "
+                f"{', '.join(tensor['sources'])}"
+            )
     for field, value in report["defaults"].items():
         print(f"default: {field} = {value}")
+    why = "as its values need it" if report["outtype"] == HF else f"as its rows do not fit {report['outtype']}"
     for name, outtype in report["fallbacks"].items():
-        print(f"rows of {name} do not fit {report['outtype']}: {outtype}")
+        print(f"{name}: {outtype}, {why}")
     for name in report["dropped"]:
         print(f"dropped: {name}")
-    print(f"tokenizer: {report['tokenizer']}")
+    if report["tokenizer"] is not None:
+        print(f"tokenizer: {report['tokenizer']}")
     verb = "would write" if report["dry_run"] else "wrote"
-    print(f"{verb} {report['outfile']}: {len(report['tensors'])} tensors, {report['bytes']:,} bytes, "
-          f"{report['outtype']}, from {report['source']} ({report['dialect']})")
+    print(
+        f"{verb} {report['outfile']}: {len(report['tensors'])} tensors, {report['bytes']:,} bytes, "
+        f"{report['outtype']}, from {report['source']} ({report['dialect']})"
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status."""
     arguments = parse_arguments(argv)
     logging.basicConfig(level=logging.INFO if arguments.verbose else logging.ERROR, format="%(name)s: %(message)s")
-    outfile = fill_placeholders(arguments.outfile or "drafter-{FTYPE}.gguf", arguments.outtype)
+    outfile = fill_placeholders(
+        arguments.outfile or ("drafter" if arguments.outtype == HF else "drafter-{FTYPE}.gguf"), arguments.outtype
+    )
     try:
-        report = convert_dflash(
-            arguments.model,
-            outfile,
-            outtype=arguments.outtype,
-            target=arguments.target_gguf or arguments.target_model_dir,
-            dry_run=arguments.dry_run,
-        )
+        with progress_bar() as progress:
+            report = convert(
+                arguments.model,
+                outfile,
+                outtype=arguments.outtype,
+                target=arguments.target_gguf or arguments.target_model_dir,
+                dry_run=arguments.dry_run,
+                progress=progress,
+            )
     except LagunaError as error:
         print(f"convert_dflash.py: {' '.join(str(error).split())}", file=sys.stderr)
         return 1

@@ -31,10 +31,12 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES))
     parser.add_argument("--processes", type=int, default=2, help="one-thread training processes")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--target-minutes", type=float, default=33, help="budget from which the steps are derived")
+    parser.add_argument("--target-minutes", type=float, default=36, help="budget from which the steps are derived")
     parser.add_argument("--target-steps", type=int, help="exact number of steps instead of a budget")
-    parser.add_argument("--sequences", type=int, default=9000, help="sequences generated for the drafter")
-    parser.add_argument("--drafter-minutes", type=float, default=30)
+    parser.add_argument("--sequences", type=int, default=8000, help="sequences generated for the drafter")
+    parser.add_argument(
+        "--drafter-minutes", type=float, default=25, help="at the speed of the first 40 %% of the steps"
+    )
     parser.add_argument("--drafter-steps", type=int)
     parser.add_argument("--held-out-files", type=int, default=40)
     parser.add_argument("--held-out-prompts", type=int, default=32)
@@ -64,7 +66,8 @@ def prepare_data(a: argparse.Namespace) -> None:
     corpus = load_corpus(a.seed, a.held_out_files, 40 if a.smoke else None)
     tokenizer = train_tokenizer(corpus, TargetConfig.n_vocab)
     tokenizer.save(str(a.work / "tokenizer.json"))
-    docs = {name: documents(corpus, files, tokenizer) for name, files in (("train", corpus.train), ("held", corpus.held_out))}
+    parts = {"train": corpus.train, "held": corpus.held_out}
+    docs = {name: documents(corpus, files, tokenizer) for name, files in parts.items()}
     prompts = held_out_prompts(corpus, tokenizer, 4 if a.smoke else a.held_out_prompts, a.seed)
     export_prompts(a.out / "heldout_prompts.json", corpus, prompts)
     ids = [{**p, "ids": [EOS_ID, *tokenizer.encode(p["prompt"]).ids]} for p in prompts]
@@ -85,6 +88,7 @@ def worker(rank: int, a: argparse.Namespace, stage: str) -> None:
     """One process of a training or generation stage."""
     import numpy as np
     import torch
+
     from demo_pair.data import generation_prompts
     from demo_pair.drafter import DrafterConfig
     from demo_pair.generate import generate_sequences
@@ -131,6 +135,7 @@ def run_processes(a: argparse.Namespace, stage: str) -> None:
 def load_models(a: argparse.Namespace) -> tuple:
     """The trained target and drafter."""
     import torch
+
     from demo_pair.drafter import DrafterConfig, DrafterModel
     from demo_pair.target import TargetModel
     from demo_pair.target_gguf import TargetConfig
@@ -144,10 +149,11 @@ def load_models(a: argparse.Namespace) -> tuple:
 def export_target_file(a: argparse.Namespace) -> Path:
     """Write the target's GGUF file."""
     import torch
+    from tokenizers import Tokenizer
+
     from demo_pair.export import export_target
     from demo_pair.target import TargetModel
     from demo_pair.target_gguf import TargetConfig
-    from tokenizers import Tokenizer
 
     target = TargetModel(TargetConfig())
     target.load_state_dict(torch.load(a.work / "target.pt", weights_only=True))
@@ -160,6 +166,7 @@ def export_target_file(a: argparse.Namespace) -> Path:
 def evaluate(a: argparse.Namespace) -> None:
     """Measure tau on the held-out prompts."""
     import torch
+
     from demo_pair.evaluate import evaluate_pair
 
     torch.set_num_threads(1)
@@ -174,6 +181,7 @@ def evaluate(a: argparse.Namespace) -> None:
 def export(a: argparse.Namespace) -> None:
     """Write all finished files."""
     import torch
+
     from demo_pair.export import convert_drafter, export_drafter, write_card
     from demo_pair.train import Settings
 
@@ -183,13 +191,15 @@ def export(a: argparse.Namespace) -> None:
     export_drafter(folder, drafter.config, {n: p.detach().numpy() for n, p in drafter.weights.items()})
     if not convert_drafter(folder, a.out / "demo-drafter-bf16.gguf", target_path):
         log(a.work, "laguna_gguf is not installed: the drafter stays a Hugging Face checkpoint")
-    facts = {name: json.loads((a.work / f"{name}.json").read_text()) for name in ("target", "generation", "drafter", "evaluation")}
-    facts |= json.loads((a.work / "data.json").read_text())
-    facts["target"]["parameters"] = sum(p.numel() for p in target.parameters())
-    facts["drafter"]["parameters"] = sum(p.numel() for p in drafter.parameters())
-    facts["target"]["batch_tokens"] = Settings(a.work).batch * a.processes * Settings(a.work).length
-    facts |= {"target_bytes": target_path.stat().st_size, "torch": torch.__version__}
-    facts |= {"target_config": asdict(target.config), "drafter_config": drafter.config.to_dict()}
+    stages = ("data", "target", "generation", "drafter", "evaluation")
+    facts = {name: json.loads((a.work / f"{name}.json").read_text()) for name in stages}
+    for name, model in (("target", target), ("drafter", drafter)):
+        facts[name]["parameters"] = sum(p.numel() for p in model.parameters())
+    settings = Settings(a.work)
+    facts["target"]["batch_tokens"] = settings.batch * a.processes * settings.length
+    facts["target"]["megabytes"] = target_path.stat().st_size / 1e6
+    facts["drafter"]["megabytes"] = (folder / "model.safetensors").stat().st_size / 1e6
+    facts |= {"torch": torch.__version__, "tc": asdict(target.config), "dc": drafter.config.to_dict()}
     facts["command"] = (a.work / "command.txt").read_text().strip()
     write_card(a.out / "CARD.md", facts)
 

@@ -78,8 +78,13 @@ class HiddenCapture:
 class Drafter:
     """DFlash weights, rotating context cache, context-update and block graphs."""
 
-    def __init__(self, config: dict[str, Any], tensors: dict[str, tuple[int, tuple[int, ...], NDArray[np.uint8]]],
-                 n_threads: int, device: str = "") -> None:
+    def __init__(
+        self,
+        config: dict[str, Any],
+        tensors: dict[str, tuple[int, tuple[int, ...], NDArray[np.uint8]]],
+        n_threads: int,
+        device: str = "",
+    ) -> None:
         """config: the fields of DrafterConfig (target_layer_ids 0-based outputs) as a dict.
 
         tensors: dialect-A name without ".weight" -> (ggml type, ne, raw bytes): fc, enc.aux_norm (ne [H, A]),
@@ -104,8 +109,9 @@ class Drafter:
         """features [n_rows, n_captured, n_embd] at positions start_position... ; RollbackError on a hole."""
     def append_captured(self, capture: HiddenCapture, first_row: int, n_rows: int, start_position: int) -> None:
         """The same from rows that a capture holds, without a copy to Python."""
-    def draft(self, anchor: int, n: int, anchored: bool = False, return_logits: bool = False
-              ) -> tuple[NDArray[np.int32], NDArray[np.float32] | None]:
+    def draft(
+        self, anchor: int, n: int, anchored: bool = False, return_logits: bool = False
+    ) -> tuple[NDArray[np.int32], NDArray[np.float32] | None]:
         """tokens int32 [n] (argmax, lowest id on ties), logits float32 [n, n_vocab] or None. Changes no state."""
     def rollback(self, position: int) -> None: ...
     def reset(self) -> None: ...

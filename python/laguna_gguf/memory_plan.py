@@ -4,6 +4,8 @@ Weights and caches follow llama.cpp's own rules (llama-cpp-python 0.3.36); compu
 within a quarter of what llama.cpp then reserves for a Laguna graph.
 """
 
+import json
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +16,9 @@ import numpy as np
 from laguna_gguf import _native
 from laguna_gguf.devices import Device, list_devices
 from laguna_gguf.dflash.config import DrafterConfig
+from laguna_gguf.dflash.names import internal_shapes
 from laguna_gguf.errors import CheckpointError
+from laguna_gguf.hub import resolve
 
 GGML_TYPE_F32 = 0
 GGML_TYPE_F16 = 1
@@ -104,7 +108,7 @@ def plan_memory(
     )
     if drafter is not None:
         # The drafter multiplies with the target's output matrix, so it lives where that is.
-        items += _drafter_items(Path(drafter), shape, placement.output, n_ubatch)
+        items += _drafter_items(resolve(drafter), shape, placement.output, n_ubatch)
     return MemoryPlan(tuple(items), devices, n_ctx)
 
 
@@ -253,9 +257,15 @@ def _cache_items(
 
 def _drafter_items(path: Path, shape: _Shape, device: str, n_ubatch: int) -> list[PlanItem]:
     if path.is_dir():
-        config = DrafterConfig.from_json(path / "config.json")
+        fields = json.loads((path / "config.json").read_text("utf-8"))
+        config = DrafterConfig.from_json(fields)
+        # Quantised weights are unpacked on loading, mostly to f32: few of their values are exact in bf16.
+        packed = fields.keys() & {"quantization_config", "quantization"} or (path / "hf_quant_config.json").exists()
         n_weights = sum(file.stat().st_size for file in path.glob("*.safetensors"))
         detail = "safetensors"
+        if packed:
+            n_weights = 4 * sum(math.prod(ne) for ne in internal_shapes(config).values())
+            detail = "safetensors, unpacked to f32"
     else:
         config = DrafterConfig.from_gguf(path)
         tensors = _native.GgufFile(str(path)).tensors()

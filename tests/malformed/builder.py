@@ -62,8 +62,14 @@ class GgufBuilder:
         """Add an array; `length` overrides the declared one."""
         return self.raw_key(name, ARRAY, array(kind, values, length))
 
-    def tensor(self, name: str, ne: tuple[int, ...], ggml_type: int = GGML_F32, data: bytes | None = None,
-               offset: int | None = None) -> "GgufBuilder":
+    def tensor(
+        self,
+        name: str,
+        ne: tuple[int, ...],
+        ggml_type: int = GGML_F32,
+        data: bytes | None = None,
+        offset: int | None = None,
+    ) -> "GgufBuilder":
         """Add a tensor; data defaults to zeros of the right size for f32."""
         if data is None:
             n = 4
@@ -76,9 +82,11 @@ class GgufBuilder:
     def build(self) -> bytes:
         """The file's bytes."""
         head = self.magic + struct.pack(
-            "<IQQ", self.version,
+            "<IQQ",
+            self.version,
             len(self.tensors) if self.n_tensors is None else self.n_tensors,
-            len(self.keys) if self.n_keys is None else self.n_keys)
+            len(self.keys) if self.n_keys is None else self.n_keys,
+        )
         head += b"".join(self.keys)
         blob = b""
         for t in self.tensors:

@@ -23,8 +23,8 @@ MIN_HELD_OUT_BYTES = 3000
 # The pre-tokenizer "laguna" of llama.cpp (src/llama-vocab.cpp), one Split a regex.
 LAGUNA_SPLITS = (
     r"[^\n]+|[\n]+",
-    r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+",
+    r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 )
 ENTRY_LINE = re.compile(r"^[ \t]*(?:async def|def|class)\s", re.MULTILINE)
 
@@ -82,7 +82,9 @@ def chat_examples(text: str) -> list[tuple[str, str]]:
         if not isinstance(node, ast.FunctionDef) or ast.get_docstring(node) is None or len(node.body) < 2:
             continue
         indent = node.col_offset
-        source = [line[indent:] if not line[:indent].strip() else line for line in lines[node.lineno - 1 : node.end_lineno]]
+        source = [
+            line[indent:] if not line[:indent].strip() else line for line in lines[node.lineno - 1 : node.end_lineno]
+        ]
         head = source[: (node.body[0].end_lineno or node.lineno) - node.lineno + 1]
         prompt = f"<user>\n{''.join(head).rstrip()}\n</user>\n<assistant>\n"
         pairs.append((prompt, f"{''.join(source).rstrip()}\n</assistant>\n"))
@@ -154,7 +156,7 @@ def documents(corpus: Corpus, files: dict[str, str], tokenizer: Tokenizer) -> li
 
 
 def windows(docs: list[Document], length: int, rng: np.random.Generator) -> list[np.ndarray]:
-    """One epoch in random order: windows [length + 1] of BOS and text that start at allowed starts and cover the corpus."""
+    """One epoch in random order: windows [length + 1] of BOS and text, from allowed starts, that cover the corpus."""
     rows = []
     for doc in docs:
         first, begin = int(doc.starts[0]), int(doc.starts[rng.integers(0, min(4, len(doc.starts)))])
@@ -191,7 +193,9 @@ def generation_prompts(
     n_chat = min(int(count * chat_share), len(places[True]))
     chosen = places[True][:n_chat] + places[False]
     if len(chosen) < count:  # few def lines: further starts at other tokens
-        spare = [(n, int(p)) for n, d in enumerate(docs) if not d.chat for p in range(32, len(d.ids) - max(lengths), 48)]
+        spare = [
+            (n, int(p)) for n, d in enumerate(docs) if not d.chat for p in range(32, len(d.ids) - max(lengths), 48)
+        ]
         rng.shuffle(spare)
         chosen += spare
     chosen = chosen[:count]
@@ -199,7 +203,9 @@ def generation_prompts(
     result = {}
     for index, length in enumerate(lengths):
         part = chosen[index :: len(lengths)]
-        result[length] = np.array([np.concatenate([[EOS_ID], docs[n].ids[s : s + length - 1]]) for n, s in part], np.int64)
+        result[length] = np.array(
+            [np.concatenate([[EOS_ID], docs[n].ids[s : s + length - 1]]) for n, s in part], np.int64
+        )
     return result
 
 

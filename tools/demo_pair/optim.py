@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 DECAY_START = 0.4  # the learning rate is constant up to this share of the steps, then falls linearly to zero
 
+VOCABULARY_MATRICES = ("token_embd.weight", "output.weight")
+
 
 def orthogonalise(update: Tensor, steps: int = 5) -> Tensor:
     """Newton-Schulz iteration of Muon on [..., m, n]: near-orthogonal matrices of the same row and column spaces."""
@@ -46,7 +48,7 @@ class Optimiser:
         for name, parameter in trained.items():
             parameter.grad = self.flat[offset : offset + parameter.numel()].view_as(parameter)
             offset += parameter.numel()
-            small = parameter.dim() == 1 or min(parameter.shape[-2:]) < 16 or name in ("token_embd.weight", "output.weight")
+            small = parameter.dim() == 1 or min(parameter.shape[-2:]) < 16 or name in VOCABULARY_MATRICES
             (self.adam if small else self.muon).append(parameter)
         self.momentum = [torch.zeros_like(p) for p in self.muon]
         self.first = [torch.zeros_like(p) for p in self.adam]
@@ -60,14 +62,14 @@ class Optimiser:
 
     def load(self, state: dict[str, Any]) -> None:
         """Continue from `state`."""
-        for mine, stored in ((self.momentum, state["momentum"]), (self.first, state["first"]), (self.second, state["second"])):
-            for tensor, value in zip(mine, stored, strict=True):
+        for key, mine in (("momentum", self.momentum), ("first", self.first), ("second", self.second)):
+            for tensor, value in zip(mine, state[key], strict=True):
                 tensor.copy_(value)
         self.count = state["count"]
 
     @torch.no_grad()
     def step(self, scale: float) -> Tensor:
-        """Average gradients over the processes, update with learning rates times `scale`; returns the averaged extras."""
+        """Average over the processes, update with learning rates times `scale`; returns the averaged extras."""
         world, rank = dist.get_world_size(), dist.get_rank()
         dist.all_reduce(self.flat)
         self.flat /= world

@@ -28,7 +28,7 @@ def rope_table(n_positions: int, dims: int, base: float) -> tuple[Tensor, Tensor
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (i, i + dims/2) of the first `dims` of the last axis; x [..., T, heads, D], cos [..., T, dims/2]."""
+    """Rotate pairs (i, i + dims/2) of the first `dims` places of x [..., T, heads, D]; cos, sin [..., T, dims/2]."""
     half = cos.shape[-1]
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
     a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
@@ -170,7 +170,7 @@ class TargetModel(nn.Module):
         return lambda name: self.weights[f"blk.{layer}.{name}"]
 
     def loss(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean cross-entropy (nats a token) of rows [B, T + 1], T a multiple of the window, and expert counts [L, E]."""
+        """Mean cross-entropy in nats of rows [B, T + 1], T a multiple of the window, and expert counts [L, E]."""
         c = self.config
         x = self.embed(rows[:, :-1])
         full = window_mask(x.shape[1], x.shape[1], None)
@@ -189,7 +189,7 @@ class TargetModel(nn.Module):
         return self.extend(tokens, KeyValueCache(self.config, tokens.shape[0], tokens.shape[1]), captures)
 
     def extend(self, tokens: Tensor, cache: KeyValueCache, captures: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        """Evaluate tokens [B, T] after what `cache` holds: logits [B, T, V] and captured residuals [B, T, A, n_embd]."""
+        """Evaluate tokens [B, T] after what `cache` holds: logits [B, T, V] and residuals [B, T, A, n_embd]."""
         x = self.embed(tokens)
         kept: dict[int, Tensor] = {}
         for layer in range(self.config.n_layer):
@@ -205,7 +205,7 @@ class KeyValueCache:
 
     def __init__(self, config: TargetConfig, batch: int, capacity: int) -> None:
         self.config, self.length = config, 0
-        shape = (config.n_layer, batch, capacity, config.n_head_kv, config.head_dim)
+        shape = (config.n_layer, batch, config.n_head_kv, capacity, config.head_dim)
         self.keys, self.values = torch.zeros(shape), torch.zeros(shape)
 
     def attend(self, layer: int) -> Attend:
@@ -215,11 +215,12 @@ class KeyValueCache:
 
         def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             end = start + k.shape[1]
-            self.keys[layer, :, start:end] = k
-            self.values[layer, :, start:end] = v
+            self.keys[layer, :, :, start:end] = k.transpose(1, 2)
+            self.values[layer, :, :, start:end] = v.transpose(1, 2)
             low = 0 if window is None else max(0, start - window + 1)
             mask = None if k.shape[1] == 1 else window_mask(k.shape[1], end, window)[:, low:]
-            return dense_attention(q, self.keys[layer, :, low:end], self.values[layer, :, low:end], mask)
+            keys, values = self.keys[layer, :, :, low:end], self.values[layer, :, :, low:end]
+            return dense_attention(q, keys.transpose(1, 2), values.transpose(1, 2), mask)
 
         return run
 

@@ -48,7 +48,9 @@ def _continue(path: Path, model: torch.nn.Module, optimiser: Optimiser, plan: Pl
     return stored["step"]
 
 
-def train_target(config: TargetConfig, docs: list[Document], held: list[Document], plan: Plan, s: Settings, log: Log) -> None:
+def train_target(
+    config: TargetConfig, docs: list[Document], held: list[Document], plan: Plan, s: Settings, log: Log
+) -> None:
     """Train the target and leave `target.pt` and `target.json` in the work directory."""
     model = TargetModel(config, s.seed)
     counts = config.n_layer * config.n_expert
@@ -87,7 +89,8 @@ def train_target(config: TargetConfig, docs: list[Document], held: list[Document
         since_save += lap
         plan.settle(step)
         if step % 20 == 0:
-            log(f"target step {step}/{plan.steps} loss {mean:.4f} {s.batch * world * s.length / lap:.0f} tok/s {plan.seconds:.0f} s")
+            speed = s.batch * world * s.length / lap
+            log(f"target step {step}/{plan.steps} loss {mean:.4f} {speed:.0f} tok/s {plan.seconds:.0f} s")
         if since_save > CHECKPOINT_SECONDS and rank == 0:
             since_save = 0.0
             state = {"model": model.state_dict(), "optimiser": optimiser.state(), "plan": plan.state(), "step": step}
@@ -152,7 +155,7 @@ def sequence_arrays(folder: Path, count: int, length: int, config: DrafterConfig
 def train_drafter(
     config: DrafterConfig, target: TargetModel, data: Sequences, n_train: int, plan: Plan, s: Settings, log: Log
 ) -> None:
-    """Train the drafter on the first `n_train` sequences (the rest measure) and leave `drafter.pt` and `drafter.json`."""
+    """Train on the first `n_train` sequences (the rest measure) and leave `drafter.pt` and `drafter.json`."""
     model = DrafterModel(config, s.seed)
     optimiser = Optimiser(model.weights, s.drafter_lr, s.drafter_lr * 0.15, 3)
     checkpoint = s.work / "drafter-checkpoint.pt"
@@ -183,19 +186,21 @@ def train_drafter(
         results = []
         for i in range(0, len(index) - s.batch + 1, s.batch):  # with gradients enabled: the same compiled graph
             loss, stats = evaluate(index[i : i + s.batch], rng, 0.6)
-            results.append((float(loss), 1 + float(stats[1])))
+            results.append((loss.item(), 1 + stats[1].item()))
         loss, block_tau = np.mean(results, 0).tolist()
         return loss, block_tau
 
     in_turn(lambda: [gradient(np.arange(s.batch), np.random.default_rng(0), part) for part in (0.0, 1.0)])
     optimiser.flat.zero_()
-    log(f"drafter: {sum(p.numel() for p in model.parameters())} parameters, {n_train} sequences, starting at step {step}")
+    log(f"drafter: {sum(p.numel() for p in model.parameters())} parameters, {n_train} sequences, first step {step}")
     per_epoch = n_train // (s.batch * world)
     clock, since_save, mean = Clock(), 0.0, None
     while plan.steps is None or step < plan.steps:
         order = np.random.default_rng([s.seed, 3, step // per_epoch]).permutation(n_train)
         first = ((step % per_epoch) * world + rank) * s.batch
-        gradient(np.sort(order[first : first + s.batch]), np.random.default_rng([s.seed, 5, step, rank]), plan.fraction(step))
+        gradient(
+            np.sort(order[first : first + s.batch]), np.random.default_rng([s.seed, 5, step, rank]), plan.fraction(step)
+        )
         reduced = optimiser.step(plan.scale(step))
         mean = reduced if mean is None else 0.97 * mean + 0.03 * reduced
         step += 1
@@ -206,10 +211,11 @@ def train_drafter(
         if step % 50 == 0:
             first_hit, accepted, loss = mean.tolist()
             speed = s.batch * world * s.anchors / lap
-            text = f"loss {loss:.4f} first {first_hit:.3f} block tau {1 + accepted:.3f} {speed:.0f} blocks/s {plan.seconds:.0f} s"
-            log(f"drafter step {step}/{plan.steps} {text}")
+            text = f"loss {loss:.4f} first {first_hit:.3f} block tau {1 + accepted:.3f} {speed:.0f} blocks/s"
+            log(f"drafter step {step}/{plan.steps} {text} {plan.seconds:.0f} s")
         if step % 500 == 0 and rank == 0:
-            log("drafter: unseen prompts: loss {:.4f}, block tau {:.3f}".format(*held_out()))
+            unseen_loss, unseen_tau = held_out()
+            log(f"drafter: unseen prompts: loss {unseen_loss:.4f}, block tau {unseen_tau:.3f}")
         if since_save > CHECKPOINT_SECONDS and rank == 0:
             since_save = 0.0
             state = {"model": model.state_dict(), "optimiser": optimiser.state(), "plan": plan.state(), "step": step}

@@ -21,7 +21,9 @@ def add_parser(subparsers: Any) -> None:
         epilog="Exit status 0: sound; 1: not sound, or not readable at all.",
         allow_abbrev=False,
     )
-    parser.add_argument("path", metavar="PATH", help="GGUF file, or directory with config.json and safetensors")
+    parser.add_argument(
+        "path", metavar="PATH", help="GGUF file, directory with config.json and safetensors, or hf://org/name[/file]"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("-v", "--verbose", action="store_true", help="tracebacks on stderr")
     parser.set_defaults(run=run)
@@ -47,12 +49,14 @@ def _print_report(report: dict[str, Any]) -> None:
     table.add_column(overflow="fold")
     for key, value in report.items():
         # shapes fill pages; they are in the JSON output
-        if key not in ("config", "problems", "shapes") and value not in (None, "", [], {}):
+        if key not in ("config", "problems", "notes", "shapes") and value not in (None, "", [], {}):
             table.add_row(key, escape(_text(key, value)))
     for key, value in report["config"].items():
         table.add_row(f"  {key}", escape(_text(key, value)))
+    for message in report["notes"]:
+        table.add_row("note", escape(printable(message)), style="yellow")
     for problem in report["problems"]:
-        table.add_row("problem", escape(problem), style="red")
+        table.add_row("problem", escape(printable(problem)), style="red")
     for device in list_devices():
         table.add_row("device", escape(device_line(device)))
     console(sys.stdout).print(table)
@@ -62,7 +66,13 @@ def _text(key: str, value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, dict):
-        return "; ".join(f"{k} {_text(k, v)}" for k, v in value.items())
+        return "; ".join(f"{k} {_text(k, v) or 'none'}" for k, v in value.items())
     if isinstance(value, list | tuple):
         return ", ".join(_text(key, v) for v in value)
-    return size(value) if key == "bytes" else str(value)
+    return size(value) if key == "bytes" else printable(str(value))
+
+
+def printable(text: str) -> str:
+    """Text of a file without what a terminal would obey, and without bytes that are not UTF-8."""
+    decoded = text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+    return "".join(c if c.isprintable() else "\ufffd" for c in decoded)

@@ -1,6 +1,6 @@
-"""Conversion of drafter checkpoints to GGUF."""
+"""Conversion of drafter checkpoints to GGUF, and back."""
 
-from laguna_gguf.convert.dflash import convert_dflash
-from laguna_gguf.convert.outtypes import OUTTYPES
+from laguna_gguf.convert.dflash import convert, convert_dflash
+from laguna_gguf.convert.outtypes import HF, OUTTYPES
 
-__all__ = ["OUTTYPES", "convert_dflash"]
+__all__ = ["HF", "OUTTYPES", "convert", "convert_dflash"]

@@ -1,5 +1,7 @@
-"""convert_dflash: any readable drafter checkpoint -> GGUF dialect A."""
+"""convert_dflash: any readable drafter checkpoint -> GGUF dialect A, or a Hugging Face directory."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -8,17 +10,36 @@ from typing import Any
 import numpy as np
 
 from laguna_gguf import _native
-from laguna_gguf.convert.outtypes import OutType, encode, find_outtype, n_bytes, tensor_outtype
-from laguna_gguf.convert.target import read_target
+from laguna_gguf.convert.aside import check_outfile
+from laguna_gguf.convert.hf import main_type, plan_hf, write_hf
+from laguna_gguf.convert.hf_config import CONFIG_KEY, config_text, restored_config
+from laguna_gguf.convert.outtypes import HF, OutType, encode_tensor, find_outtype, n_bytes, tensor_outtype
+from laguna_gguf.convert.target import Target, read_target
 from laguna_gguf.convert.tokenizer import TOKENIZER_FILE, gguf_tokenizer, hf_tokenizer
-from laguna_gguf.convert.writer import PlannedTensor, check_outfile, write_gguf
+from laguna_gguf.convert.writer import PlannedTensor, write_gguf
 from laguna_gguf.dflash.checkpoint import Checkpoint, read_checkpoint
 from laguna_gguf.dflash.gguf_config import DIALECT_A
 from laguna_gguf.dflash.names import is_norm
 from laguna_gguf.errors import CheckpointError, ConfigError, TargetMismatchError
+from laguna_gguf.hub import model_name
 
 _QUANTIZATION_VERSION = 2
 _MASK_KEY = "tokenizer.ggml.mask_token_id"
+
+ProgressBar = Callable[[int, int], None]
+"""Called with bytes of tensor data written so far, and in all."""
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A conversion with everything read and checked, before anything is written."""
+
+    checkpoint: Checkpoint
+    outfile: Path
+    tensors: list[PlannedTensor]
+    tokenizer: dict[str, Any]
+    tokenizer_source: str | None
+    num_target_layers: int | None
 
 
 def convert_dflash(
@@ -29,63 +50,140 @@ def convert_dflash(
     target: str | PathLike[str] | None = None,
     dry_run: bool = False,
 ) -> dict[str, Any]:
-    """Convert a Laguna DFlash drafter (Hugging Face directory or GGUF of any dialect) to GGUF dialect A.
+    """Convert a Laguna DFlash drafter (Hugging Face directory or GGUF of any dialect) to GGUF dialect A, or to a
+    Hugging Face directory.
 
-    outtype: type of the matrices; norms are f32 in every outtype.
+    outtype: type of the matrices (f32, f16, bf16, q8_0, q4_k, q5_k, q6_k, in any case); norms are f32 in every one.
+        "hf": outfile is a new directory with config.json and model.safetensors, in bf16 or the source's own float type.
     target: GGUF file or Hugging Face directory of the target; hidden size, layers and vocabulary are checked and its
-        tokenizer is copied. Needed for a Hugging Face source without a tokenizer of its own.
+        tokenizer is copied. Needed for a Hugging Face source without a tokenizer of its own, and for "hf" when the
+        source does not say how many layers the target has.
     dry_run: read and check everything, write nothing.
+
+    Weights are converted a few rows at a time: memory for about one tensor of the source is needed.
 
     Returns a report: source, dialect, outfile, outtype, tensors (list of name, sources, type, shape in ggml order,
     bytes), bytes (of all tensors), defaults (fields the source left out -> value used), dropped (source tensors left
-    out), fallbacks (tensor -> type, where rows do not fit the asked one), tokenizer (where it came from), file_bytes
-    (None in a dry run). Raises ConfigError, CheckpointError, TargetMismatchError; the file is complete or not written.
+    out), quantised (dequantised tensor -> how the source stores it), fallbacks (tensor -> type, where it is not the
+    asked one), tokenizer (where it came from, None in "hf"), file_bytes (None in a dry run), dry_run. Raises
+    ConfigError, CheckpointError, TargetMismatchError; the output is complete or not there.
     """
+    return convert(source, outfile, outtype=outtype, target=target, dry_run=dry_run)
+
+
+def convert(
+    source: str | PathLike[str],
+    outfile: str | PathLike[str],
+    *,
+    outtype: str = "bf16",
+    target: str | PathLike[str] | None = None,
+    dry_run: bool = False,
+    progress: ProgressBar | None = None,
+) -> dict[str, Any]:
+    """`convert_dflash` with a progress callback, for the command."""
     asked = find_outtype(outtype)
     out_path = Path(outfile)
-    check_outfile(out_path)
-    checkpoint = read_checkpoint(source)
-    tokenizer, tokenizer_source = _tokenizer(checkpoint, target)
-    plan = {name: tensor_outtype(name, t, asked) for name, t in checkpoint.tensors.items()}
-    tensors = [
-        PlannedTensor(
-            name=name,
-            ggml_type=plan[name].ggml_type,
-            ne=tensor.ne,
-            n_bytes=n_bytes(tensor, plan[name]),
-            encode=partial(encode, name, tensor, plan[name]),
-        )
-        for name, tensor in checkpoint.tensors.items()
-    ]
+    check_outfile(out_path, directory=asked is None)
+    job = _prepare(read_checkpoint(source), out_path, asked, target)
+    checkpoint, tensors = job.checkpoint, job.tensors
+    defaults = dict(checkpoint.defaults)
+    if checkpoint.config.num_target_layers is None and job.num_target_layers is not None:
+        defaults["num_target_layers"] = job.num_target_layers  # the target's
+    main = main_type(checkpoint) if asked is None else asked
     report: dict[str, Any] = {
         "source": str(source),
         "dialect": checkpoint.dialect,
         "outfile": str(out_path),
-        "outtype": outtype,
-        "tensors": [_entry(t, checkpoint) for t in tensors],
+        "outtype": HF if asked is None else asked.name,
+        "tensors": [_entry(t) for t in tensors],
         "bytes": sum(t.n_bytes for t in tensors),
-        "defaults": dict(checkpoint.defaults),
-        "dropped": [],
-        "fallbacks": {f"{name}.weight": t.name for name, t in plan.items() if t is not asked and not is_norm(name)},
-        "tokenizer": tokenizer_source,
+        "defaults": defaults,
+        "dropped": list(checkpoint.dropped),
+        "quantised": dict(checkpoint.quantised),
+        "fallbacks": _fallbacks(tensors, main, norms=asked is None),
+        "tokenizer": job.tokenizer_source,
         "file_bytes": None,
         "dry_run": dry_run,
     }
     if not dry_run:
-        metadata = _metadata(checkpoint, asked) | tokenizer
-        report["file_bytes"] = write_gguf(out_path, DIALECT_A.architecture, metadata, tensors)
+        report["file_bytes"] = _write(job, asked, _counted(progress, report["bytes"]))
     return report
 
 
-def _tokenizer(checkpoint: Checkpoint, target_path: str | PathLike[str] | None) -> tuple[dict[str, Any], str]:
+def _prepare(
+    checkpoint: Checkpoint, out_path: Path, asked: OutType | None, target_path: str | PathLike[str] | None
+) -> _Job:
+    target = None if target_path is None else _checked_target(checkpoint, target_path)
+    num_target_layers = checkpoint.config.num_target_layers
+    if num_target_layers is None and target is not None:
+        num_target_layers = target.n_layer
+    if asked is None:
+        if num_target_layers is None:
+            raise ConfigError(
+                f"num_target_layers: {checkpoint.source} does not say it, needed in config.json: give the target"
+            )
+        return _Job(checkpoint, out_path, plan_hf(checkpoint), {}, None, num_target_layers)
+    length = checkpoint.context_length
+    if length is not None and length >= 2**32:
+        raise ConfigError(f"max_position_embeddings: found {length}, needed less than 2^32 for a GGUF file")
+    tokenizer, source = _tokenizer(checkpoint, target)
+    return _Job(checkpoint, out_path, _plan_gguf(checkpoint, asked), tokenizer, source, num_target_layers)
+
+
+def _plan_gguf(checkpoint: Checkpoint, asked: OutType) -> list[PlannedTensor]:
+    planned = []
+    for name, tensor in checkpoint.tensors.items():
+        outtype = tensor_outtype(name, tensor, asked)
+        planned.append(
+            PlannedTensor(
+                name=f"{name}.weight",
+                sources=checkpoint.origins[name],
+                ggml_type=outtype.ggml_type,
+                ne=tensor.ne,
+                n_bytes=n_bytes(tensor.ne, outtype),
+                encode=partial(encode_tensor, name, tensor, outtype),
+            )
+        )
+    return planned
+
+
+def _write(job: _Job, asked: OutType | None, progress: Callable[[int], None] | None) -> int:
+    checkpoint = job.checkpoint
+    if asked is None:
+        assert job.num_target_layers is not None
+        config = restored_config(checkpoint, job.num_target_layers, main_type(checkpoint).name)
+        return write_hf(job.outfile, config, job.tensors, progress)
+    metadata = _metadata(checkpoint, asked, job.num_target_layers) | job.tokenizer
+    return write_gguf(job.outfile, DIALECT_A.architecture, metadata, job.tensors, progress)
+
+
+def _counted(progress: ProgressBar | None, total: int) -> Callable[[int], None] | None:
+    """Adds up the pieces for a progress bar."""
+    if progress is None:
+        return None
+    done = 0
+
+    def count(n: int) -> None:
+        nonlocal done
+        done += n
+        progress(done, total)
+
+    return count
+
+
+def _checked_target(checkpoint: Checkpoint, target_path: str | PathLike[str]) -> Target:
+    target = read_target(target_path)
+    try:
+        checkpoint.config.validate_target(target.n_layer, target.n_embd, target.n_vocab)
+    except TargetMismatchError as error:
+        raise TargetMismatchError(f"{target.source}: {error}") from error
+    return target
+
+
+def _tokenizer(checkpoint: Checkpoint, target: Target | None) -> tuple[dict[str, Any], str]:
     """Tokenizer keys with the drafter's own mask token, and where they came from."""
     config = checkpoint.config
-    if target_path is not None:
-        target = read_target(target_path)
-        try:
-            config.validate_target(target.n_layer, target.n_embd, target.n_vocab)
-        except TargetMismatchError as error:
-            raise TargetMismatchError(f"{target.source}: {error}") from error
+    if target is not None:
         keys, source = target.tokenizer, target.source
     elif checkpoint.gguf is not None:
         try:
@@ -95,8 +193,10 @@ def _tokenizer(checkpoint: Checkpoint, target_path: str | PathLike[str] | None) 
     elif (checkpoint.source / TOKENIZER_FILE).is_file():
         keys, source = hf_tokenizer(checkpoint.source, config.vocab_size), checkpoint.source
     else:
-        raise ConfigError(f"target: needed, since {checkpoint.source} has no {TOKENIZER_FILE}: give the target's GGUF "
-                          "file or directory")
+        raise ConfigError(
+            f"target: needed, since {checkpoint.source} has no {TOKENIZER_FILE}: give the target's GGUF file or "
+            "directory"
+        )
     return keys | {_MASK_KEY: config.mask_token_id}, str(source)
 
 
@@ -104,11 +204,10 @@ def _model_name(checkpoint: Checkpoint) -> str:
     named = checkpoint.gguf.get("general.name") if checkpoint.gguf is not None else None
     if isinstance(named, str):
         return named
-    source = checkpoint.source.absolute()
-    return source.name if source.is_dir() else source.stem
+    return model_name(checkpoint.source.absolute())
 
 
-def _metadata(checkpoint: Checkpoint, outtype: OutType) -> dict[str, Any]:
+def _metadata(checkpoint: Checkpoint, outtype: OutType, num_target_layers: int | None) -> dict[str, Any]:
     config = checkpoint.config
     metadata: dict[str, Any] = {
         "general.type": "model",
@@ -134,17 +233,28 @@ def _metadata(checkpoint: Checkpoint, outtype: OutType) -> dict[str, Any]:
     }
     if checkpoint.context_length is not None:
         metadata["dflash.context_length"] = checkpoint.context_length
-    if config.num_target_layers is not None:
-        metadata["dflash.num_target_layers"] = config.num_target_layers
+    if num_target_layers is not None:
+        metadata["dflash.num_target_layers"] = num_target_layers
+    config_json = config_text(checkpoint)
+    if config_json is not None:
+        metadata[CONFIG_KEY] = config_json
     return metadata
 
 
-def _entry(tensor: PlannedTensor, checkpoint: Checkpoint) -> dict[str, Any]:
+def _entry(tensor: PlannedTensor) -> dict[str, Any]:
     return {
-        "name": f"{tensor.name}.weight",
-        "sources": checkpoint.origins[tensor.name],
+        "name": tensor.name,
+        "sources": tensor.sources,
         "type": _native.type_name(tensor.ggml_type),
         "shape": list(tensor.ne),
         "bytes": tensor.n_bytes,
     }
 
+
+def _fallbacks(tensors: list[PlannedTensor], main: OutType, *, norms: bool) -> dict[str, str]:
+    """Tensors that are not of the asked type; norms of a GGUF never are, so they count only in a directory."""
+    return {
+        t.name: _native.type_name(t.ggml_type)
+        for t in tensors
+        if t.ggml_type != main.ggml_type and (norms or not is_norm(t.name.removesuffix(".weight")))
+    }

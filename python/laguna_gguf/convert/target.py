@@ -9,6 +9,7 @@ from laguna_gguf.convert.tokenizer import TOKENIZER_FILE, gguf_tokenizer, hf_tok
 from laguna_gguf.dflash.config import MAX_VOCAB_SIZE
 from laguna_gguf.dflash.gguf_config import open_gguf
 from laguna_gguf.errors import CheckpointError, TargetMismatchError
+from laguna_gguf.hub import resolve
 
 
 @dataclass(frozen=True)
@@ -23,11 +24,12 @@ class Target:
 
 
 def read_target(path: str | PathLike[str]) -> Target:
-    """Read a target's shape and tokenizer from a GGUF file or a Hugging Face directory; weights are not read.
+    """Read a target's shape and tokenizer from a GGUF file or a Hugging Face directory (or `hf://` of one); weights are
+    not read.
 
     CheckpointError for missing or damaged files, TargetMismatchError when the shape cannot be found.
     """
-    source = Path(path)
+    source = resolve(path)
     try:
         return _read_directory(source) if source.is_dir() else _read_file(source)
     except OSError as error:

@@ -13,7 +13,14 @@ from laguna_gguf.errors import CheckpointError, ConfigError, TargetMismatchError
 TOKENIZER_FILE = "tokenizer.json"
 PRE_TOKENIZER = "laguna"
 """llama.cpp's name of the splitting rule that Laguna's vocabulary was built with."""
+_MAX_JSON_BYTES = 64 << 20
+"""Vocabulary and merges of 100,000 tokens take 10 MB and more."""
+_MAX_PADDING = 1 << 17
+"""Vocabularies are padded to a round number; a claim far beyond that must not become a list."""
 _TURN_END = "</assistant>"
+
+_READER_ERRORS = (ValueError, TypeError, KeyError, AttributeError, IndexError, OSError, RecursionError)
+"""What gguf.SpecialVocab raises on tokenizer files that it does not check."""
 
 _NORMAL = int(gguf.TokenType.NORMAL)
 _CONTROL = int(gguf.TokenType.CONTROL)
@@ -44,7 +51,7 @@ def hf_tokenizer(directory: Path, n_vocab: int) -> dict[str, Any]:
     tokens, types = _token_list(model.get("vocab"), data.get("added_tokens") or [], n_vocab, path)
     try:
         special = gguf.SpecialVocab(directory, load_merges=True, n_vocab=n_vocab)
-    except (ValueError, TypeError, KeyError, AttributeError, IndexError, OSError) as error:
+    except _READER_ERRORS as error:
         raise CheckpointError(f"{directory}: its tokenizer files cannot be read ({error!r})") from error
     if not all(isinstance(merge, str) for merge in special.merges):
         raise CheckpointError(f"{path}: malformed merges")
@@ -65,9 +72,11 @@ def hf_tokenizer(directory: Path, n_vocab: int) -> dict[str, Any]:
 
 
 def read_json_file(path: Path) -> dict[str, Any]:
-    """A JSON object; CheckpointError when it is missing or not one."""
+    """A JSON object; CheckpointError when it is missing, no regular file, or not one."""
+    if not path.is_file():  # opening a FIFO would wait
+        raise CheckpointError(f"{path}: no such file")
     try:
-        data = read_json(path)
+        data = read_json(path, _MAX_JSON_BYTES)
     except ConfigError as error:
         raise CheckpointError(str(error)) from error
     if not isinstance(data, dict):
@@ -75,11 +84,13 @@ def read_json_file(path: Path) -> dict[str, Any]:
     return data
 
 
-def _uses_bytes(pre_tokenizer: Any) -> bool:
-    if not isinstance(pre_tokenizer, dict):
+def _uses_bytes(pre_tokenizer: Any, depth: int = 4) -> bool:
+    """Whether ByteLevel is among the pre-tokenizers; published files nest them once."""
+    if not isinstance(pre_tokenizer, dict) or depth == 0:
         return False
-    parts = pre_tokenizer.get("pretokenizers") or []
-    return pre_tokenizer.get("type") == "ByteLevel" or any(_uses_bytes(part) for part in parts)
+    parts = pre_tokenizer.get("pretokenizers")
+    parts = parts if isinstance(parts, list) else []
+    return pre_tokenizer.get("type") == "ByteLevel" or any(_uses_bytes(part, depth - 1) for part in parts)
 
 
 def _token_list(vocab: Any, added: Any, n_vocab: int, path: Path) -> tuple[list[str], list[int]]:
@@ -102,6 +113,11 @@ def _token_list(vocab: Any, added: Any, n_vocab: int, path: Path) -> tuple[list[
         text = token["content"]
         control = bool(token.get("special")) or text == _TURN_END or (text.startswith("<|") and text.endswith("|>"))
         add(token.get("id"), text, _CONTROL if control else _USER_DEFINED)
+    if n_vocab - len(entries) > _MAX_PADDING:
+        raise TargetMismatchError(
+            f"{path}: vocab_size: {len(entries)} tokens for a vocabulary of {n_vocab}, at most {_MAX_PADDING} ids may "
+            "be without one"
+        )
     tokens = [entries.get(i, (f"[PAD{i}]", _UNUSED)) for i in range(n_vocab)]
     return [text for text, _ in tokens], [kind for _, kind in tokens]
 
@@ -109,7 +125,8 @@ def _token_list(vocab: Any, added: Any, n_vocab: int, path: Path) -> tuple[list[
 def _id_name(special: str) -> str:
     """llama.cpp's key for a special token."""
     return {"unk": "unknown_token_id", "sep": "seperator_token_id", "pad": "padding_token_id"}.get(
-        special, f"{special}_token_id")
+        special, f"{special}_token_id"
+    )
 
 
 def _end_ids(directory: Path, keys: dict[str, Any], n_vocab: int) -> dict[str, int]:

@@ -1,9 +1,7 @@
-"""Writing a GGUF file that is either complete or not there."""
+"""Writing a GGUF file tensor by tensor, a few rows at a time."""
 
-import contextlib
 import os
-import secrets
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,10 @@ import gguf
 import numpy as np
 from numpy.typing import NDArray
 
-from laguna_gguf.errors import CheckpointError, ConfigError
+from laguna_gguf.convert.aside import written_aside
+
+Progress = Callable[[int], None]
+"""Called with the number of bytes of tensor data just written."""
 
 _ARRAY_TYPES = {
     "b": gguf.GGUFValueType.BOOL,
@@ -31,30 +32,25 @@ _ARRAY_TYPES = {
 
 @dataclass(frozen=True)
 class PlannedTensor:
-    """A tensor to write; `encode` returns its bytes [n_rows, bytes a row] when it is its turn."""
+    """A tensor to write."""
 
     name: str
+    """As in the file."""
+    sources: list[str]
+    """Tensors of the source that it is made of."""
     ggml_type: int
     ne: tuple[int, ...]
     n_bytes: int
-    encode: Callable[[], NDArray[np.uint8]]
-
-
-def check_outfile(outfile: Path) -> None:
-    """ConfigError unless a file can be created under this name."""
-    if "\0" in str(outfile):
-        raise ConfigError(f"outfile: {str(outfile)!r} is not a path (null byte)")
-    try:
-        if outfile.is_dir():
-            raise ConfigError(f"outfile: {outfile} is a directory, needed a file name")
-        if not outfile.parent.is_dir():
-            raise ConfigError(f"outfile: the directory {outfile.parent} does not exist")
-    except OSError as error:
-        raise ConfigError(f"outfile: {outfile} is not a usable path ({error})") from error
+    encode: Callable[[], Iterator[NDArray[np.uint8]]]
+    """Called when it is its turn: the bytes, in pieces of whole rows."""
 
 
 def write_gguf(
-    outfile: Path, architecture: str, metadata: Mapping[str, Any], tensors: Iterable[PlannedTensor]
+    outfile: Path,
+    architecture: str,
+    metadata: Mapping[str, Any],
+    tensors: Iterable[PlannedTensor],
+    progress: Progress | None = None,
 ) -> int:
     """Write a GGUF file; returns its size in bytes.
 
@@ -62,22 +58,31 @@ def write_gguf(
     file of that name is untouched. Metadata values are those that `GgufFile.get` returns; whole numbers become u32.
     CheckpointError when writing fails.
     """
-    check_outfile(outfile)
-    temporary = outfile.with_name(f".{outfile.name}.{secrets.token_hex(4)}.part")
-    try:
-        _write(temporary, architecture, metadata, list(tensors))
+    with written_aside(outfile) as temporary:
+        _write(temporary, architecture, metadata, list(tensors), progress)
         size = temporary.stat().st_size
-        os.replace(temporary, outfile)
-        _sync_directory(outfile.parent)
-        return size
-    except (OSError, UnicodeEncodeError) as error:  # a tokenizer.json can hold text that is not Unicode
-        raise CheckpointError(f"{outfile}: cannot be written ({error})") from error
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
+    return size
 
 
-def _write(path: Path, architecture: str, metadata: Mapping[str, Any], tensors: list[PlannedTensor]) -> None:
+def write_pieces(file: Any, tensor: PlannedTensor, progress: Progress | None) -> None:
+    """Write a tensor's bytes to an open file; only one piece of it is in memory in its new form."""
+    written = 0
+    for piece in tensor.encode():
+        file.write(np.ascontiguousarray(piece).data)
+        written += piece.nbytes
+        if progress is not None:
+            progress(piece.nbytes)
+    if written != tensor.n_bytes:
+        raise AssertionError(f"{tensor.name}: wrote {written} of {tensor.n_bytes} bytes")
+
+
+def _write(
+    path: Path,
+    architecture: str,
+    metadata: Mapping[str, Any],
+    tensors: list[PlannedTensor],
+    progress: Progress | None,
+) -> None:
     writer = gguf.GGUFWriter(path, architecture)
     try:
         for key, value in metadata.items():
@@ -85,16 +90,20 @@ def _write(path: Path, architecture: str, metadata: Mapping[str, Any], tensors: 
         for tensor in tensors:
             n_rows = int(np.prod(tensor.ne[1:], dtype=np.int64))
             byte_shape = (*tensor.ne[:0:-1], tensor.n_bytes // n_rows)
-            writer.add_tensor_info(f"{tensor.name}.weight", byte_shape, np.dtype(np.uint8), tensor.n_bytes,
-                                   raw_dtype=gguf.GGMLQuantizationType(tensor.ggml_type))
+            raw_dtype = gguf.GGMLQuantizationType(tensor.ggml_type)
+            writer.add_tensor_info(tensor.name, byte_shape, np.dtype(np.uint8), tensor.n_bytes, raw_dtype=raw_dtype)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
+        assert writer.fout is not None
+        (file,) = writer.fout
+        # GGUFWriter.write_tensor_data would want each tensor whole.
         for tensor in tensors:
-            writer.write_tensor_data(tensor.encode())  # one at a time: only one encoded copy in memory
-        for file in writer.fout or ():
-            file.flush()
-            os.fsync(file.fileno())
+            writer.write_padding(file, file.tell())
+            write_pieces(file, tensor, progress)
+        writer.write_padding(file, file.tell())
+        file.flush()
+        os.fsync(file.fileno())
     finally:
         writer.close()
 
@@ -121,13 +130,3 @@ def _add_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
 def _bytes(text: str) -> bytes:
     """The inverse of how the native reader decodes, so that copied keys are exact."""
     return text.encode("utf-8", "surrogateescape")
-
-
-def _sync_directory(directory: Path) -> None:
-    if os.name == "nt":  # directories cannot be opened there
-        return
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -9,10 +9,12 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, NoReturn
 
+from laguna_gguf.dflash.families import FAMILIES, family_of_config
 from laguna_gguf.errors import CheckpointError, ConfigError, TargetMismatchError
 
 ARCHITECTURE = "DFlashLagunaForCausalLM"
 MODEL_TYPE = "laguna"
+_TARGET_ARCHITECTURE = "LagunaForCausalLM"
 DEFAULT_SLIDING_WINDOW = 512
 """Window of every published Laguna drafter; GGUF exports often leave the key out."""
 
@@ -26,6 +28,7 @@ MAX_HIDDEN_SIZE = 1 << 20
 MAX_INTERMEDIATE_SIZE = 1 << 22
 MAX_VOCAB_SIZE = 1 << 24
 MAX_CONFIG_BYTES = 16 << 20
+_FLOAT32_MIN, _FLOAT32_MAX = 2.0**-126, (2.0 - 2.0**-23) * 2.0**127
 
 _INTEGER_RANGES = {
     "hidden_size": (1, MAX_HIDDEN_SIZE),
@@ -37,12 +40,6 @@ _INTEGER_RANGES = {
     "vocab_size": (1, MAX_VOCAB_SIZE),
     "sliding_window": (2, MAX_SLIDING_WINDOW),
     "block_size": (2, MAX_BLOCK_SIZE),
-}
-
-_OTHER_FAMILIES = {
-    "LagunaForCausalLM": "a Laguna target model, not its drafter",
-    "DFlashDraftModel": "a generic (Qwen family) DFlash drafter",
-    "DFlash2DraftModel": "a generic (Qwen family) DFlash2 drafter",
 }
 
 
@@ -93,14 +90,17 @@ class DrafterConfig:
             value = getattr(self, field)
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 _reject(field, value, "a number")
-            if not _is_finite(value) or value <= 0:
-                _reject(field, value, "a finite number > 0")
+            if not _is_positive(value):
+                _reject(field, value, "a finite number > 0 (as float32)")
             object.__setattr__(self, field, float(value))
         if self.head_dim % 2 != 0:
             _reject("head_dim", self.head_dim, "an even number (rotary pairs)")
         if self.num_attention_heads % self.num_key_value_heads != 0:
-            _reject("num_attention_heads", self.num_attention_heads,
-                    f"a multiple of num_key_value_heads = {self.num_key_value_heads}")
+            _reject(
+                "num_attention_heads",
+                self.num_attention_heads,
+                f"a multiple of num_key_value_heads = {self.num_key_value_heads}",
+            )
         if not _is_int(self.mask_token_id) or not 0 <= self.mask_token_id < self.vocab_size:
             _reject("mask_token_id", self.mask_token_id, f"a token id in 0..{self.vocab_size - 1} (vocab_size)")
         if self.causal is not True:
@@ -143,34 +143,40 @@ class DrafterConfig:
             if n_layer <= self.target_layer_ids[-1]:
                 raise TargetMismatchError(
                     f"target_layer_ids: the drafter reads the target's layer {self.target_layer_ids[-1]}, this target "
-                    f"has {n_layer} layers; give the target that the drafter was trained for")
+                    f"has {n_layer} layers; give the target that the drafter was trained for"
+                )
         elif n_layer != self.num_target_layers:
-            raise TargetMismatchError(f"num_target_layers: the drafter needs a target of {self.num_target_layers} "
-                                      f"layers, this one has {n_layer}")
+            raise TargetMismatchError(
+                f"num_target_layers: the drafter needs a target of {self.num_target_layers} "
+                f"layers, this one has {n_layer}"
+            )
         if n_embd != self.hidden_size:
-            raise TargetMismatchError(f"hidden_size: the drafter needs a target of {self.hidden_size}, this one has "
-                                      f"{n_embd}")
+            raise TargetMismatchError(
+                f"hidden_size: the drafter needs a target of {self.hidden_size}, this one has {n_embd}"
+            )
         if n_vocab != self.vocab_size:
-            raise TargetMismatchError(f"vocab_size: the drafter needs a target of {self.vocab_size} tokens, this one "
-                                      f"has {n_vocab}")
+            raise TargetMismatchError(
+                f"vocab_size: the drafter needs a target of {self.vocab_size} tokens, this one has {n_vocab}"
+            )
 
     def as_dict(self) -> dict[str, Any]:
         """Fields by name; `target_layer_ids` as a list."""
         return {**asdict(self), "target_layer_ids": list(self.target_layer_ids)}
 
 
-def _is_finite(value: float) -> bool:
+def _is_positive(value: float) -> bool:
+    """Whether a number is finite and > 0 also as the float32 that GGUF files and the computation have."""
     try:
-        return math.isfinite(value)
+        return math.isfinite(value) and _FLOAT32_MIN <= value <= _FLOAT32_MAX
     except OverflowError:  # an int beyond float's range
         return False
 
 
-def read_json(path: Path) -> Any:
+def read_json(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> Any:
     """Parse a JSON file. CheckpointError when it is missing or repeats a key, ConfigError when it is not JSON."""
     try:
-        if path.stat().st_size > MAX_CONFIG_BYTES:
-            raise ConfigError(f"{path}: {path.stat().st_size} bytes, at most {MAX_CONFIG_BYTES} are read")
+        if path.stat().st_size > max_bytes:
+            raise ConfigError(f"{path}: {path.stat().st_size} bytes, at most {max_bytes} are read")
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 text ({error})") from error
@@ -187,9 +193,11 @@ def parse_json(text: str | bytes, source: str) -> Any:
     def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         result = dict(pairs)
         if len(result) != len(pairs):
-            keys = [key for key, _ in pairs]
-            duplicate = next(key for key in keys if keys.count(key) > 1)
-            raise CheckpointError(f"{source}: duplicate key {_shown(duplicate)}")
+            seen: set[str] = set()
+            for key, _ in pairs:
+                if key in seen:
+                    raise CheckpointError(f"{source}: duplicate key {_shown(key)}")
+                seen.add(key)
         return result
 
     try:
@@ -230,11 +238,25 @@ def _parse_fields(data: Mapping[str, Any]) -> tuple[DrafterConfig, dict[str, Any
     if "causal" not in dflash:
         defaults["causal"] = True
     config = DrafterConfig(
-        **{name: required(data, name) for name in (
-            "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-            "head_dim", "rms_norm_eps", "rope_theta", "vocab_size", "sliding_window")},
-        **{name: required(dflash, name) for name in (
-            "block_size", "mask_token_id", "num_target_layers", "target_layer_ids")},
+        **{
+            name: required(data, name)
+            for name in (
+                "hidden_size",
+                "intermediate_size",
+                "num_hidden_layers",
+                "num_attention_heads",
+                "num_key_value_heads",
+                "head_dim",
+                "rms_norm_eps",
+                "rope_theta",
+                "vocab_size",
+                "sliding_window",
+            )
+        },
+        **{
+            name: required(dflash, name)
+            for name in ("block_size", "mask_token_id", "num_target_layers", "target_layer_ids")
+        },
         causal=dflash.get("causal", True),
     )
     if config.num_target_layers is None:
@@ -246,11 +268,11 @@ def _parse_fields(data: Mapping[str, Any]) -> tuple[DrafterConfig, dict[str, Any
 def _check_family(data: Mapping[str, Any]) -> None:
     architectures = data.get("architectures")
     if architectures != [ARCHITECTURE]:
-        names = architectures if isinstance(architectures, list) else []
-        family = next((_OTHER_FAMILIES[n] for n in names if isinstance(n, str) and n in _OTHER_FAMILIES), None)
-        if family is None and any("eagle" in str(n).lower() for n in names):
-            family = "an EAGLE drafter"
-        _reject("architectures", architectures, f"[{ARCHITECTURE!r}]" + (f"; this is {family}" if family else ""))
+        family = family_of_config(data)
+        what = FAMILIES[family] if family is not None else None
+        if architectures == [_TARGET_ARCHITECTURE]:
+            what = "a Laguna target model, not its drafter"
+        _reject("architectures", architectures, f"[{ARCHITECTURE!r}]" + (f"; this is {what}" if what else ""))
     if data.get("model_type") != MODEL_TYPE:
         _reject("model_type", data.get("model_type"), repr(MODEL_TYPE))
 

@@ -61,6 +61,11 @@ class Drafter:
         return self._native.position
 
     @property
+    def n_rows(self) -> int:
+        """Context rows held without a gap before `.position`."""
+        return self._native.n_rows
+
+    @property
     def has_target(self) -> bool:
         return self._native.has_target
 

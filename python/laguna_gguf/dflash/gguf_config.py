@@ -8,6 +8,7 @@ import numpy as np
 
 from laguna_gguf import _native
 from laguna_gguf.dflash.config import DEFAULT_SLIDING_WINDOW, DrafterConfig
+from laguna_gguf.dflash.families import FAMILIES, LAGUNA, family_of_gguf
 from laguna_gguf.errors import ConfigError
 
 
@@ -91,24 +92,36 @@ def open_gguf(path: str | PathLike[str]) -> _native.GgufFile:
 
 def find_dialect(file: _native.GgufFile) -> Dialect:
     """ConfigError, naming what the file is, unless it is a Laguna drafter."""
-    architecture = file.get("general.architecture")
+    path, architecture = file.paths[0], file.get("general.architecture")
+    family = family_of_gguf(architecture, file.keys(), (t.name for t in file.tensors()))
+    if family in ("dspark", "dflash2"):
+        raise ConfigError(
+            f"{path}: {FAMILIES[family]}, by its tensors: general.architecture is {architecture!r}, needed "
+            f"{FAMILIES[LAGUNA]} without more (architectures)"
+        )
     if architecture == DIALECT_A.architecture:
         if file.get("dflash.decoder_arch") == "laguna":
             return DIALECT_A
-        raise ConfigError(f"{file.paths[0]}: a generic DFlash drafter (Qwen family): dflash.decoder_arch is "
-                          f"{file.get('dflash.decoder_arch')!r}, needed 'laguna' (model_type)")
+        raise ConfigError(
+            f"{path}: {FAMILIES['dflash']}: dflash.decoder_arch is {file.get('dflash.decoder_arch')!r}, needed "
+            "'laguna' (model_type)"
+        )
     if architecture == _DRAFT:
         if file.get(f"{_NESTED}.laguna") is True:
             return DIALECT_B
         # The tensor alone also occurs in drafters of other families; only Laguna's have the output gate.
         if file.tensor("dflash.fc.weight") is not None and file.tensor("blk.0.attn_gate.weight") is not None:
             return DIALECT_C
-        raise ConfigError(f"{file.paths[0]}: a generic DFlash drafter (Qwen family): neither {_NESTED}.laguna nor the "
-                          "tensors dflash.fc and blk.0.attn_gate of a Laguna one (model_type)")
-    kind = "a Laguna target model, not its drafter" if architecture == "laguna" else (
-        "an EAGLE-3 drafter" if "eagle" in str(architecture) else "not a Laguna DFlash drafter")
-    raise ConfigError(f"{file.paths[0]}: {kind}: general.architecture is {architecture!r}, needed 'dflash' or "
-                      f"'{_DRAFT}' (architectures)")
+        raise ConfigError(
+            f"{path}: {FAMILIES['dflash']}: needed {_NESTED}.laguna = true, or the tensors dflash.fc and "
+            "blk.0.attn_gate of a Laguna one (model_type)"
+        )
+    kind = FAMILIES[family] if family is not None else "not a Laguna DFlash drafter"
+    if architecture == "laguna":
+        kind = "a Laguna target model, not its drafter"
+    raise ConfigError(
+        f"{path}: {kind}: general.architecture is {architecture!r}, needed 'dflash' or '{_DRAFT}' (architectures)"
+    )
 
 
 def parse_gguf_config(file: _native.GgufFile) -> GgufConfig:
@@ -192,8 +205,10 @@ class _Parser:
         pattern = self.file.get(pattern_key)
         if pattern is not None and pattern is not True:
             if not isinstance(pattern, np.ndarray) or pattern.size != n_layers or not (pattern == 1).all():
-                raise ConfigError(f"layer_types: {pattern_key} is {pattern!r}, needed {n_layers} times true (every "
-                                  "layer is sliding_attention)")
+                raise ConfigError(
+                    f"layer_types: {pattern_key} is {pattern!r}, needed {n_layers} times true (every "
+                    "layer is sliding_attention)"
+                )
         window = self.optional_integer("sliding_window", f"{self.arch}.attention.sliding_window")
         if window is None:
             self.defaults["sliding_window"] = window = DEFAULT_SLIDING_WINDOW

@@ -1,10 +1,8 @@
 """Safetensors files of a Hugging Face directory, single or sharded, checked before a tensor is read."""
 
 import struct
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -23,39 +21,39 @@ MAX_HEADER_BYTES = 100_000_000
 GGML_TYPES = {"F32": 0, "F16": 1, "BF16": 30}
 """Accepted dtypes -> ggml type."""
 
+_ALIGNMENT = 4
+"""Bytes of the largest weight type that is read in place (f32)."""
+
 
 @dataclass(frozen=True)
 class StoredTensor:
     """Where a tensor is; `shape` has the contiguous axis last."""
 
     key: str
-    file: Any
     path: Path
     dtype: str
+    """As the header names it: F32, BF16, F8_E4M3, U8, ..."""
     shape: tuple[int, ...]
+    view: NDArray[np.uint8] = field(repr=False)
+    """The raw bytes, flat: a read-only view of the mapped file."""
 
-    def read(self) -> NDArray[np.uint8]:
-        """The raw bytes, flat (a copy)."""
-        try:
-            array = self.file.get_tensor(self.key)
-        except (SafetensorError, OSError, ValueError) as error:
-            raise CheckpointError(f"{self.path}: tensor {self.key} cannot be read ({error})") from error
-        return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    @property
+    def aligned(self) -> bool:
+        """Whether `view` may be read as numbers in place; files of the safetensors library always are."""
+        return self.view.ctypes.data % _ALIGNMENT == 0
 
 
-class SafetensorsDir(AbstractContextManager["SafetensorsDir"]):
-    """All tensors of a directory by key. CheckpointError for missing, damaged or contradictory files."""
+class SafetensorsDir:
+    """All tensors of a directory by key. CheckpointError for missing, damaged or contradictory files.
+
+    Files are mapped, not read: a tensor costs memory only while its pages are used. A mapping lives as long as a view.
+    """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.tensors: dict[str, StoredTensor] = {}
-        self._open_files: list[Any] = []
-        try:
-            for path, indexed_keys in self._shards():
-                self._open(path, indexed_keys)
-        except BaseException:
-            self._close()
-            raise
+        for path, indexed_keys in self._shards():
+            self._open(path, indexed_keys)
 
     def _shards(self) -> list[tuple[Path, set[str] | None]]:
         if (self.directory / SINGLE_FILE).is_file():
@@ -73,8 +71,9 @@ class SafetensorsDir(AbstractContextManager["SafetensorsDir"]):
         shards: dict[str, set[str]] = {}
         for key, name in weight_map.items():
             if not isinstance(name, str) or not _is_plain_name(name):
-                raise CheckpointError(f"{index_path}: shard name {name!r} of tensor {key}, needed a plain file name "
-                                      "inside the directory")
+                raise CheckpointError(
+                    f"{index_path}: shard name {name!r} of tensor {key}, needed a plain file name inside the directory"
+                )
             shards.setdefault(name, set()).add(key)
         if len(shards) > MAX_SHARDS:
             raise CheckpointError(f"{index_path}: {len(shards)} shards, at most {MAX_SHARDS} are accepted")
@@ -83,49 +82,53 @@ class SafetensorsDir(AbstractContextManager["SafetensorsDir"]):
     def _open(self, path: Path, indexed_keys: set[str] | None) -> None:
         if not path.is_file():
             raise CheckpointError(f"{path}: missing shard")
-        _check_header(path)
+        header = _read_header(path)
         try:
-            file = safe_open(path, framework="np").__enter__()
-            self._open_files.append(file)
-            keys = set(file.keys())
-            if indexed_keys is not None and keys != indexed_keys:
-                missing, extra = sorted(indexed_keys - keys), sorted(keys - indexed_keys)
-                raise CheckpointError(f"{path}: not what {INDEX_FILE} says: missing {missing}, not listed {extra}")
-            for key in keys:
-                part = file.get_slice(key)
-                self.tensors[key] = StoredTensor(key, file, path, str(part.get_dtype()), tuple(part.get_shape()))
+            # The library checks that shapes, dtypes and offsets fit the file.
+            with safe_open(path, framework="np") as file:
+                keys = set(file.keys())
+            mapped = np.memmap(path, np.uint8, mode="r")
         except (SafetensorError, OSError, ValueError) as error:
-            if isinstance(error, CheckpointError):
-                raise
             raise CheckpointError(f"{path}: damaged safetensors file ({error})") from error
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._close()
-
-    def _close(self) -> None:
-        while self._open_files:
-            self._open_files.pop().__exit__(None, None, None)
+        if indexed_keys is not None and keys != indexed_keys:
+            missing, extra = sorted(indexed_keys - keys), sorted(keys - indexed_keys)
+            raise CheckpointError(f"{path}: not what {INDEX_FILE} says: missing {missing}, not listed {extra}")
+        for key in sorted(keys):  # so that of several faults always the same one is reported
+            entry = header.entries[key]
+            begin, end = (header.data_begin + offset for offset in entry["data_offsets"])
+            view = np.asarray(mapped[begin:end])
+            if view.size != end - begin:
+                raise CheckpointError(f"{path}: damaged safetensors file (tensor {key} ends after the file)")
+            self.tensors[key] = StoredTensor(key, path, entry["dtype"], tuple(entry["shape"]), view)
 
 
 def _is_plain_name(name: str) -> bool:
-    return name not in ("", ".", "..") and not any(c in name for c in '/\\:\0')
+    return name not in ("", ".", "..") and not any(c in name for c in "/\\:\0")
 
 
-def _check_header(path: Path) -> None:
+@dataclass(frozen=True)
+class _Header:
+    entries: dict[str, Any]
+    data_begin: int
+
+
+def _read_header(path: Path) -> _Header:
     """The library keeps the last of two equal keys; which one was meant cannot be known, so refuse."""
     try:
         with path.open("rb") as file:
             prefix = file.read(8)
             length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
             if not 2 <= length <= min(MAX_HEADER_BYTES, path.stat().st_size - 8):
-                raise CheckpointError(f"{path}: damaged safetensors file (a header of {length} bytes in a file of "
-                                      f"{path.stat().st_size})")
+                raise CheckpointError(
+                    f"{path}: damaged safetensors file (a header of {length} bytes in a file of {path.stat().st_size})"
+                )
             header = file.read(length)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error})") from error
     try:
-        parse_json(header, str(path))
+        entries = parse_json(header, str(path))
     except ConfigError as error:
         raise CheckpointError(str(error)) from error
+    if not isinstance(entries, dict):
+        raise CheckpointError(f"{path}: damaged safetensors file (the header is not an object)")
+    return _Header(entries, 8 + length)

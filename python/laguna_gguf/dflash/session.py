@@ -152,7 +152,7 @@ class SpecSession(llama_cpp.Llama):
     @property
     def drafter(self) -> Drafter:
         """The drafter; between calls its context is first brought up to the committed tokens."""
-        stale = self._drafter.position != self.n_tokens and self.n_tokens > 0
+        stale = self.n_tokens > 0 and not self._drafter_holds(self.n_tokens, self.n_tokens)
         if stale and self._turn is None and not self._closed:
             self._evaluate(self._input_ids.copy(), keep=self.n_tokens, capture=True)
         return self._drafter
@@ -234,7 +234,8 @@ class SpecSession(llama_cpp.Llama):
         began = perf_counter()
         first_row = max(0, end - self._rows)  # the first position that the drafter must see
         start = min(keep, self._target.position, end - 1)
-        if not self._rewind_drafter(start) and capture:
+        self._rewind_drafter(start)
+        if capture and not self._drafter_holds(start, end):
             start = min(start, first_row)
         if not self._target.rollback(start):
             self._target.clear()
@@ -288,14 +289,21 @@ class SpecSession(llama_cpp.Llama):
             if self._logits_all:
                 self.scores[start : start + len(piece)] = self._target.all_logits(len(piece))
 
-    def _rewind_drafter(self, position: int) -> bool:
-        """Take the drafter's context back to `position`. False when rows are missing there; it is empty then."""
-        if self._drafter.position >= position:
+    def _rewind_drafter(self, position: int) -> None:
+        """Take the drafter's context back to `position`; it is empty when it cannot go there."""
+        if self._drafter.position > position:
             try:
                 self._drafter.rollback(position)
             except RollbackError:
                 self._drafter.reset()
-        return self._drafter.position == position
+
+    def _drafter_holds(self, position: int, end: int) -> bool:
+        """Whether the drafter's context ends at `position` and no row is missing there that a draft at `end` will see.
+
+        It may have begun late: after a prompt, with the rows of the last window only.
+        """
+        oldest = self._drafter.position - self._drafter.n_rows
+        return self._drafter.position == position and oldest <= max(0, end - self._rows)
 
     # -- generation -------------------------------------------------------------------------------------------------
 
@@ -374,7 +382,7 @@ class SpecSession(llama_cpp.Llama):
         differs = np.flatnonzero(self.input_ids[:n] != prompt[:n])
         shared = int(differs[0]) if len(differs) else n
         logits_ready = not self._requires_eval and self._target.position == self.n_tokens == shared == len(prompt)
-        if logits_ready and (not self._drafting or self._drafter.position == shared):
+        if logits_ready and (not self._drafting or self._drafter_holds(shared, shared)):
             return
         self._evaluate(prompt, keep=shared)
 

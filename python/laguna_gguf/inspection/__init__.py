@@ -1,0 +1,1 @@
+"""What `inspect` says of each kind of file."""

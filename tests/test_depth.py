@@ -1,0 +1,95 @@
+"""How many tokens a round drafts: the limits of every policy, and what the automatic one learns from."""
+
+import random
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from laguna_gguf.dflash.depth import AUTO, make_depth
+from laguna_gguf.errors import ConfigError
+from session_tools import FULL, GREEDY, ForcedDrafts, plain_llama, spec_session, take, take_plain, text_ids
+
+
+@pytest.mark.parametrize("n", range(16))
+def test_fixed(n: int) -> None:
+    depth = make_depth(n, 0, block_size=16, n_ubatch=512)
+    for drafted, accepted in ((n, n), (n, 0), (0, 0)):
+        assert depth.now == n
+        depth.update(drafted, accepted)
+
+
+@pytest.mark.parametrize(
+    ("draft_max", "draft_min", "n_ubatch"),
+    [(16, 0, 512), (-1, 0, 512), (7, 0, 7), (15, 0, 15), (3, 4, 512), (0, 1, 512), (AUTO, 16, 512), (AUTO, 8, 8)]
+)  # fmt: skip
+def test_refused(draft_max: int | str, draft_min: int, n_ubatch: int) -> None:
+    with pytest.raises(ConfigError):
+        make_depth(draft_max, draft_min, 16, n_ubatch)
+
+
+@pytest.mark.parametrize("draft_min", [0, 1, 5, 15])
+@pytest.mark.parametrize("n_ubatch", [1, 2, 6, 16, 512])
+@pytest.mark.parametrize("block_size", [2, 4, 16])
+def test_auto_stays_within_its_limits(draft_min: int, n_ubatch: int, block_size: int) -> None:
+    largest = min(block_size, n_ubatch) - 1
+    if draft_min > largest:
+        with pytest.raises(ConfigError):
+            make_depth(AUTO, draft_min, block_size, n_ubatch)
+        return
+    depth = make_depth(AUTO, draft_min, block_size, n_ubatch)
+    rng = random.Random(draft_min)
+    for likely in (0.0, 1.0, 0.5, 0.9, 0.1):
+        for _ in range(60):
+            assert draft_min <= depth.now <= largest
+            depth.update(depth.now, sum(rng.random() < likely for _ in range(depth.now)))
+
+
+def test_auto_follows_acceptance() -> None:
+    depth = make_depth(AUTO, 0, 16, 512)
+    for _ in range(60):
+        depth.update(depth.now, depth.now)
+    high = depth.now
+    for _ in range(60):
+        depth.update(depth.now, 0)
+    low = depth.now
+    assert low < high and low <= 1 and high >= 7
+
+
+def test_auto_in_a_session(tiny_target: Path, tiny_drafter: Path) -> None:
+    """Deeper while all is accepted, shallower while nothing is, and shown in the stats."""
+    session = spec_session(tiny_target, tiny_drafter, draft_max=AUTO, draft_min=2)
+    prompt = text_ids(20, 1)
+    expected = take_plain(plain_llama(tiny_target), prompt, 260, **GREEDY)
+    forced = ForcedDrafts(session, prompt, expected, (FULL,))
+    first = session.stats.draft_max_now
+    assert take(session, prompt, 200, **GREEDY) == expected[:200]
+    deep = session.stats.draft_max_now
+    assert first < deep <= 15 and max(forced.drafted) == deep
+    forced = ForcedDrafts(session, prompt, expected, (0,))
+    assert take(session, prompt, 60, **GREEDY) == expected[:60]
+    assert session.stats.draft_max_now == forced.drafted[-1] == 2
+
+
+def test_auto_is_held_to_the_micro_batch(tiny_target: Path, tiny_drafter: Path) -> None:
+    prompt = text_ids(20, 1)
+    expected = take_plain(plain_llama(tiny_target), prompt, 120, **GREEDY)
+    for n_ubatch in (1, 2, 5):
+        session = spec_session(tiny_target, tiny_drafter, draft_max=AUTO, n_ubatch=n_ubatch)
+        forced = ForcedDrafts(session, prompt, expected, (FULL,))
+        assert take(session, prompt, 100, **GREEDY) == expected[:100]
+        assert max(forced.drafted) == n_ubatch - 1
+
+
+def test_cut_rounds_teach_nothing(tiny_target: Path, tiny_drafter: Path) -> None:
+    """Rounds that the consumer or the end of the text cut short say nothing about their depth."""
+    session = spec_session(tiny_target, tiny_drafter, draft_max=AUTO)
+    prompt = text_ids(20, 1)
+    expected = take_plain(plain_llama(tiny_target), prompt, 30, **GREEDY)
+    ForcedDrafts(session, prompt, expected, (FULL,))
+    depth = session.stats.draft_max_now
+    for n in range(2, depth + 1):
+        stream = session.generate(prompt, **GREEDY)
+        assert list(islice(stream, n)) == expected[:n]
+        stream.close()
+        assert session.stats.draft_max_now == depth
