@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from laguna_gguf.dflash.adaptive import AdaptiveDepth
 from laguna_gguf.dflash.depth import AUTO, make_depth
 from laguna_gguf.errors import ConfigError
 from session_tools import FULL, GREEDY, ForcedDrafts, plain_llama, spec_session, take, take_plain, text_ids
@@ -16,7 +17,7 @@ def test_fixed(n: int) -> None:
     depth = make_depth(n, 0, block_size=16, n_ubatch=512)
     for drafted, accepted in ((n, n), (n, 0), (0, 0)):
         assert depth.now == n
-        depth.update(drafted, accepted)
+        depth.update(drafted, accepted, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -42,33 +43,24 @@ def test_auto_stays_within_its_limits(draft_min: int, n_ubatch: int, block_size:
     for likely in (0.0, 1.0, 0.5, 0.9, 0.1):
         for _ in range(60):
             assert draft_min <= depth.now <= largest
-            depth.update(depth.now, sum(rng.random() < likely for _ in range(depth.now)))
-
-
-def test_auto_follows_acceptance() -> None:
-    depth = make_depth(AUTO, 0, 16, 512)
-    for _ in range(60):
-        depth.update(depth.now, depth.now)
-    high = depth.now
-    for _ in range(60):
-        depth.update(depth.now, 0)
-    low = depth.now
-    assert low < high and low <= 1 and high >= 7
+            depth.update(depth.now, sum(rng.random() < likely for _ in range(depth.now)), 1.0 + depth.now)
 
 
 def test_auto_in_a_session(tiny_target: Path, tiny_drafter: Path) -> None:
-    """Deeper while all is accepted, shallower while nothing is, and shown in the stats."""
-    session = spec_session(tiny_target, tiny_drafter, draft_max=AUTO, draft_min=2)
+    """Measured costs and counts reach the policy, and what it chooses is drafted and shown in the stats."""
+    session = spec_session(tiny_target, tiny_drafter, draft_max=AUTO)
     prompt = text_ids(20, 1)
     expected = take_plain(plain_llama(tiny_target), prompt, 260, **GREEDY)
     forced = ForcedDrafts(session, prompt, expected, (FULL,))
-    first = session.stats.draft_max_now
     assert take(session, prompt, 200, **GREEDY) == expected[:200]
-    deep = session.stats.draft_max_now
-    assert first < deep <= 15 and max(forced.drafted) == deep
+    depth = session.depth
+    assert isinstance(depth, AdaptiveDepth)
+    assert depth.acceptance(1) > 0.9 and depth.cost(max(forced.drafted)) > 0.0
+    assert session.stats.draft_max_now == depth.now
     forced = ForcedDrafts(session, prompt, expected, (0,))
-    assert take(session, prompt, 60, **GREEDY) == expected[:60]
-    assert session.stats.draft_max_now == forced.drafted[-1] == 2
+    assert take(session, prompt, 240, **GREEDY) == expected[:240]
+    assert depth.is_plain and depth.acceptance(1) < 0.5
+    assert session.stats.plain_rounds > 0
 
 
 def test_auto_is_held_to_the_micro_batch(tiny_target: Path, tiny_drafter: Path) -> None:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from laguna_gguf.dflash.adaptive import AdaptiveDepth
 from laguna_gguf.errors import ConfigError
 
 AUTO = "auto"
-START = 3
-"""First depth of `auto`: published best depths at batch size 1 lie between 3 and 7."""
 
 
 class Depth(Protocol):
@@ -17,8 +16,8 @@ class Depth(Protocol):
     now: int
     """Drafts of the next round, 0..block_size-1."""
 
-    def update(self, drafted: int, accepted: int) -> None:
-        """A round drafted and accepted so many tokens."""
+    def update(self, drafted: int, accepted: int, ms: float) -> None:
+        """A whole round drafted and accepted so many tokens and took so long."""
 
 
 class FixedDepth:
@@ -27,25 +26,8 @@ class FixedDepth:
     def __init__(self, n: int) -> None:
         self.now = n
 
-    def update(self, drafted: int, accepted: int) -> None:
+    def update(self, drafted: int, accepted: int, ms: float) -> None:
         """Nothing to learn."""
-
-
-class FollowingDepth:
-    """One deeper after a fully accepted draft, one shallower after a draft of which less than half was accepted."""
-
-    def __init__(self, smallest: int, largest: int) -> None:
-        self._smallest = min(max(smallest, 1), largest)
-        self._largest = largest
-        self.now = min(max(START, self._smallest), largest)
-
-    def update(self, drafted: int, accepted: int) -> None:
-        if drafted < self.now:
-            return  # cut short by the end of the text: says nothing about this depth
-        if accepted == drafted:
-            self.now = min(self.now + 1, self._largest)
-        elif accepted * 2 < drafted:
-            self.now = max(self.now - 1, self._smallest)
 
 
 def make_depth(draft_max: int | str, draft_min: int, block_size: int, n_ubatch: int) -> Depth:
@@ -60,7 +42,7 @@ def make_depth(draft_max: int | str, draft_min: int, block_size: int, n_ubatch: 
         largest = min(deepest, n_ubatch - 1)
         if draft_min > largest:
             raise ConfigError(f"draft_min is {draft_min}; needed at most {largest} (block_size - 1, n_ubatch - 1)")
-        return FollowingDepth(draft_min, largest) if largest > 0 else FixedDepth(0)
+        return AdaptiveDepth(draft_min, largest) if largest > 0 else FixedDepth(0)
     if isinstance(draft_max, bool) or not isinstance(draft_max, int) or not 0 <= draft_max <= deepest:
         raise ConfigError(f"draft_max is {draft_max!r}; needed 'auto' or 0..{deepest} (block_size - 1)")
     if draft_min > draft_max:

@@ -82,6 +82,7 @@ def run_rounds(
         finally:  # the consumer may have gone at any yield: what it got is committed, the rest is taken back
             if session.owned_by(turn):
                 session.commit(start, row + 1)
-            if whole:
-                session.depth.update(len(draft), accepted)
-            counters.round_ms += (clock() - started - away) * 1e3
+            ms = (clock() - started - away) * 1e3
+            counters.round_ms += ms
+            if whole:  # a round that was cut says nothing about its depth
+                session.depth.update(len(draft), accepted, ms)

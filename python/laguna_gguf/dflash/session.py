@@ -68,7 +68,8 @@ class SpecSession(llama_cpp.Llama):
         """Load target and drafter.
 
         draft_model_path: a drafter GGUF or a Hugging Face directory. draft_max: drafts a round, "auto" or
-        0..block_size-1 (0 is plain decoding). draft_min: the least "auto" uses. window: see `Drafter.draft`.
+        0..block_size-1 (0 is plain decoding). draft_min: the least that "auto" drafts; 0 lets it decode plainly where
+        drafts do not pay. window: see `Drafter.draft`.
         draft_vocab, spec_synth_len, pflash and prefill_compression are reserved and must keep their defaults.
         Raises CheckpointError, ConfigError, TargetMismatchError (all ValueError too) before anything large is loaded
         where that is possible.
