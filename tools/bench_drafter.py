@@ -17,8 +17,6 @@ import tempfile
 from pathlib import Path
 from time import perf_counter
 
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-
 import gguf
 import llama_cpp
 import numpy as np

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import sys
 import tempfile
@@ -22,8 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import Any
-
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import numpy as np
 

@@ -189,7 +189,8 @@ def export(a: argparse.Namespace) -> None:
     target_path = export_target_file(a)
     folder = a.work / "drafter-hf"
     export_drafter(folder, drafter.config, {n: p.detach().numpy() for n, p in drafter.weights.items()})
-    if not convert_drafter(folder, a.out / "demo-drafter-bf16.gguf", target_path):
+    drafter_path = a.out / "demo-drafter-bf16.gguf"
+    if not convert_drafter(folder, drafter_path, target_path):
         log(a.work, "laguna_gguf is not installed: the drafter stays a Hugging Face checkpoint")
     stages = ("data", "target", "generation", "drafter", "evaluation")
     facts = {name: json.loads((a.work / f"{name}.json").read_text()) for name in stages}
@@ -198,7 +199,8 @@ def export(a: argparse.Namespace) -> None:
     settings = Settings(a.work)
     facts["target"]["batch_tokens"] = settings.batch * a.processes * settings.length
     facts["target"]["megabytes"] = target_path.stat().st_size / 1e6
-    facts["drafter"]["megabytes"] = (folder / "model.safetensors").stat().st_size / 1e6
+    stored = drafter_path if drafter_path.exists() else folder / "model.safetensors"
+    facts["drafter"]["megabytes"] = stored.stat().st_size / 1e6
     facts |= {"torch": torch.__version__, "tc": asdict(target.config), "dc": drafter.config.to_dict()}
     facts["command"] = (a.work / "command.txt").read_text().strip()
     write_card(a.out / "CARD.md", facts)

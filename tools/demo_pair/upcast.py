@@ -9,7 +9,7 @@ import numpy as np
 
 from laguna_gguf import _native
 
-_HALF = (gguf.GGMLQuantizationType.F16, gguf.GGMLQuantizationType.BF16)
+EXACT = tuple(int(gguf.GGMLQuantizationType[name]) for name in ("F32", "F16", "BF16", "Q8_0"))
 
 
 def upcast(source: str | Path, outfile: str | Path) -> Path:
@@ -23,15 +23,10 @@ def upcast(source: str | Path, outfile: str | Path) -> Path:
         writer.add_key_value(field.name, field.contents(), field.types[0], sub_type=sub_type)
     file = _native.GgufFile(str(source))  # maps the data: the reader above would hold it as well
     for tensor in file.tensors():
-        ggml_type = gguf.GGMLQuantizationType(tensor.ggml_type)
-        data = tensor.data().reshape(-1)
-        if ggml_type in _HALF:
-            values = gguf.quants.dequantize(data.view(np.uint16 if ggml_type == _HALF[1] else np.float16), ggml_type)
-        elif ggml_type == gguf.GGMLQuantizationType.F32:
-            values = data.view(np.float32)
-        else:
-            raise ValueError(f"{tensor.name} is {ggml_type.name}; only F32, F16 and BF16 can be up-cast exactly")
-        writer.add_tensor(tensor.name, np.ascontiguousarray(values.reshape(tensor.ne[::-1]), dtype=np.float32))
+        if tensor.ggml_type not in EXACT:
+            raise ValueError(f"{tensor.name} is {_native.type_name(tensor.ggml_type)}; needed F32, F16 or BF16")
+        values = _native.dequantize(tensor.data(), tensor.ggml_type, tensor.ne[0])
+        writer.add_tensor(tensor.name, np.ascontiguousarray(values.reshape(tensor.ne[::-1])))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -214,7 +214,7 @@ def safetensors_header(data: bytes, rng: Random) -> bytes:
         return data
     (length,) = struct.unpack_from("<Q", data)
     if rng.random() < 0.15 or length > len(data):
-        return struct.pack("<Q", pick(rng, [*INTEGERS, length + 1, length - 1])) + data[8:]
+        return struct.pack("<Q", pick(rng, [*INTEGERS, length + 1, length - 1]) % 2**64) + data[8:]
     header = json_value(data[8 : 8 + length], rng)
     stated = len(header) if rng.random() < 0.7 else length
     return struct.pack("<Q", stated) + header + data[8 + length :]

@@ -86,3 +86,4 @@ def run_rounds(
             counters.round_ms += ms
             if whole:  # a round that was cut says nothing about its depth
                 session.depth.update(len(draft), accepted, ms)
+                session.acceptance.update(len(draft), accepted)

@@ -18,6 +18,7 @@ from laguna_gguf import _native
 from laguna_gguf.dflash.checkpoint import read_checkpoint
 from laguna_gguf.dflash.depth import make_depth
 from laguna_gguf.dflash.drafter import WINDOWS, Drafter
+from laguna_gguf.dflash.health import AcceptanceWatch
 from laguna_gguf.dflash.rounds import run_rounds
 from laguna_gguf.dflash.stats import Counters, SpecStats
 from laguna_gguf.dflash.target import TargetContext, check_target_file, model_address, model_shape
@@ -124,6 +125,7 @@ class SpecSession(llama_cpp.Llama):
         """max_tokens of a completion that is about to generate; 0 is no limit."""
         self._turn: object | None = None  # identity of the generator in progress
         self.counters = Counters()
+        self.acceptance = AcceptanceWatch()
         self.last_token_drafted = False
         """Whether the token that `generate` yielded last had been drafted."""
 
