@@ -85,7 +85,7 @@ def add_parser(subparsers: Any) -> None:
         "drafts, and compare text and speed. Nothing is downloaded.",
         allow_abbrev=False,
     )
-    parser.add_argument("-t", "--threads", type=arguments.positive, metavar="N", help="threads; default: at most 2")
+    parser.add_argument("-t", "--threads", type=arguments.positive, metavar="N", help="threads; default: at most 2, fewer on a busy machine")
     arguments.add_output(parser)
     parser.set_defaults(run=run)
 
@@ -93,7 +93,7 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the demo. Returns the exit code: 0 also when a text differs, which the output then says."""
     prompts = _load_prompts()
-    n_threads = args.threads or min(MAX_THREADS, _available_cores())
+    n_threads = args.threads or min(MAX_THREADS, _idle_cores())
     with (
         contextlib.closing(_open_session(0, n_threads, args.verbose)) as plain,
         contextlib.closing(_open_session(DRAFT_MAX, n_threads, args.verbose)) as speculative,
@@ -158,10 +158,12 @@ def _load_prompts() -> list[tuple[str, str]]:
     return [(entry["file"], entry["prompt"]) for entry in entries[:N_PROMPTS]]
 
 
-def _available_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+def _idle_cores() -> int:
+    """Cores that nothing else uses, at least 1: ggml's threads wait for one another at every operation of a graph, and
+    one that has to share its core makes such a small model a hundred times slower."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    busy = round(os.getloadavg()[0]) if hasattr(os, "getloadavg") else 0
+    return max(cores - busy, 1)
 
 
 def _open_session(draft_max: int, n_threads: int, verbose: bool) -> SpecSession:
