@@ -85,7 +85,7 @@ def add_parser(subparsers: Any) -> None:
         "drafts, and compare text and speed. Nothing is downloaded.",
         allow_abbrev=False,
     )
-    parser.add_argument("-t", "--threads", type=arguments.positive, metavar="N", help="threads; default: at most 2, fewer on a busy machine")
+    parser.add_argument("-t", "--threads", type=arguments.positive, metavar="N", help="default: at most 2, 1 when busy")
     arguments.add_output(parser)
     parser.set_defaults(run=run)
 
