@@ -293,4 +293,4 @@ def test_llama_cpp_defaults(models: Models) -> None:
     plain = llama_cpp.Llama(str(target), verbose=False)
     prompt = text_ids(20, 2)
     assert take(session, prompt, 20, **GREEDY)[:3] == take_plain(plain, prompt, 3, **GREEDY)
-    assert session.stats.generated_tokens == 19 and 1 <= session.stats.draft_max_now <= 15
+    assert session.stats.generated_tokens == 19 and 0 <= session.stats.draft_max_now <= 15
