@@ -22,8 +22,6 @@ from laguna_gguf.hub import resolve
 
 GGML_TYPE_F32 = 0
 GGML_TYPE_F16 = 1
-CACHE_TYPES = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8, "q4_0": 2, "q4_1": 3, "iq4_nl": 20, "q5_0": 6, "q5_1": 7}
-"""Types llama.cpp accepts for the KV cache, by the names of -ctk and -ctv; values are ggml type ids."""
 
 _CACHE_PAD = 256  # llama.cpp pads n_ctx and the sliding cache to this many rows
 _LAGUNA_SWA_PERIOD = 4  # llama.cpp's pattern for Laguna files that carry a window but no pattern

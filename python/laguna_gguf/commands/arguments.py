@@ -2,7 +2,7 @@
 
 import argparse
 
-from laguna_gguf.memory_plan import CACHE_TYPES
+from laguna_gguf.dflash.arguments import CACHE_TYPES
 
 DEFAULT_CONTEXT = 4096
 """Context when -c is not given and the model was trained for at least as much."""

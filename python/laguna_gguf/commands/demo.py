@@ -306,6 +306,11 @@ def _print_table(outcomes: Sequence[Outcome], n_threads: int) -> None:
         f"tau: tokens a round, of up to {DRAFT_MAX} drafts and one more. {n_threads} thread(s). "
         f"{100 * repeated:.0f} % of the 4-grams had occurred before in the same text; what repeats is easy to draft."
     )
+    if pooled["speedup"] < 1:
+        out.print(
+            "Fewer target passes, but not faster here: a pass of so small a target is mostly overhead, which checking "
+            "several rows multiplies. Drafting pays when the target is much slower than the drafter."
+        )
     if not identical:
         out.print(
             "A difference can occur where two tokens are almost equally likely: with f16 weights several rows decoded "

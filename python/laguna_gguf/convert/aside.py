@@ -19,6 +19,8 @@ def check_outfile(outfile: Path, *, directory: bool = False) -> None:
             raise ConfigError(f"outfile: {outfile} exists, needed the name of a new directory")
         if outfile.is_dir():
             raise ConfigError(f"outfile: {outfile} is a directory, needed a file name")
+        if outfile.exists() and not outfile.is_file():  # a rename would replace the device or pipe itself
+            raise ConfigError(f"outfile: {outfile} is a device or pipe, needed a file name")
         if not outfile.parent.is_dir():
             raise ConfigError(f"outfile: the directory {outfile.parent} does not exist")
     except OSError as error:

@@ -102,19 +102,11 @@ class AdaptiveDepth:
         """Chance that draft i (1-based) is accepted when those before it were."""
         return self._hits[i] / self._tries[i]
 
-    def expected_tokens(self, n: int) -> float:
-        """Mean tokens of a round with n drafts."""
-        total = run = 1.0
-        for i in range(1, n + 1):
-            run *= self.acceptance(i)
-            total += run
-        return total
-
     def cost(self, n: int) -> float:
         """Time of a round with n drafts in ms: measured, or on the line between the measured neighbours."""
-        known = [m for m in self._depths if self._costs[m].count]
-        if n in known:
+        if self._costs[n].count:
             return self._costs[n].mean
+        known = [m for m in self._depths if self._costs[m].count]
         drafted = [m for m in known if m]
         if not drafted:
             return math.inf
@@ -132,13 +124,15 @@ class AdaptiveDepth:
         slope = (self._costs[last].mean - self._costs[first].mean) / (last - first)
         return self._costs[last].mean + max(slope, 0.0) * (n - last)
 
-    def value(self, n: int) -> float:
-        """Expected tokens a ms."""
-        cost = self.cost(n)
-        return self.expected_tokens(n) / cost if cost > 0 else 0.0
-
-    def _worth(self, n: int) -> float:
-        return self.value(n) * (1.0 if n else 1.0 + MARGIN)
+    def values(self) -> dict[int, float]:
+        """Expected tokens a ms by depth."""
+        totals = [1.0]
+        run = 1.0
+        for i in range(1, len(self._tries)):
+            run *= self.acceptance(i)
+            totals.append(totals[-1] + run)
+        costs = {n: self.cost(n) for n in self._depths}
+        return {n: totals[n] / cost if cost > 0 else 0.0 for n, cost in costs.items()}
 
     # -- the loop ---------------------------------------------------------------------------------------------------
 
@@ -153,7 +147,8 @@ class AdaptiveDepth:
             self._hits[i] = self._hits[i] * decay + (i <= accepted)
         self._share_with_deeper(min(drafted, len(self._tries) - 1))
         self._plain_tokens = self._plain_tokens + 1 if drafted == 0 else 0
-        self._decide()
+        if drafted or self._base:  # while plain decoding goes on, nothing new is learnt about drafts
+            self._decide()
         self.now = self._next()
 
     def _share_with_deeper(self, drafted: int) -> None:
@@ -166,10 +161,13 @@ class AdaptiveDepth:
     def _decide(self) -> None:
         if self._depths[0] == 0 and not self._costs[0].count:
             return
-        best = max(self._depths, key=self._worth)
+        worth = self.values()
+        if self._depths[0] == 0:
+            worth[0] *= 1 + MARGIN
+        best = max(self._depths, key=worth.__getitem__)
         if best == self._base:
             return
-        if best and self._worth(best) <= self._worth(self._base) * (1 + HYSTERESIS):
+        if best and worth[best] <= worth[self._base] * (1 + HYSTERESIS):
             return  # back to plain decoding needs no majority
         if best == 0:
             self._plan.clear()
@@ -183,7 +181,7 @@ class AdaptiveDepth:
         if self._base == 0 and len(self._depths) > 1:
             if self._plain_tokens >= self._probe_after:
                 self._probe_after = min(self._probe_after * 2, LAST_PROBE)
-                depth = max(self._depths[1:], key=self.value)
+                depth = max(self._depths[1:], key=self.values().__getitem__)
                 self._plan = [depth] * (PROBE_ROUNDS - 1)
                 return depth
             return 0

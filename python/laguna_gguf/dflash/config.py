@@ -175,12 +175,14 @@ def _is_positive(value: float) -> bool:
 def read_json(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> Any:
     """Parse a JSON file. CheckpointError when it is missing or repeats a key, ConfigError when it is not JSON."""
     try:
+        if path.exists() and not path.is_file():  # opening a pipe would wait for ever
+            raise CheckpointError(f"{path}: not a regular file")
         if path.stat().st_size > max_bytes:
             raise ConfigError(f"{path}: {path.stat().st_size} bytes, at most {max_bytes} are read")
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 text ({error})") from error
-    except ConfigError:
+    except (ConfigError, CheckpointError):
         raise
     except (OSError, ValueError) as error:  # ValueError: a null byte in the path
         raise CheckpointError(f"{str(path)!r}: cannot be read ({error})") from error

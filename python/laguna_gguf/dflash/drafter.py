@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from laguna_gguf import _native
+from laguna_gguf.dflash.arguments import check_llama_keywords
 from laguna_gguf.dflash.checkpoint import Checkpoint, read_checkpoint
 from laguna_gguf.dflash.config import DrafterConfig
 from laguna_gguf.dflash.target import HasModel, TargetModel, model_address, model_shape
@@ -47,6 +48,7 @@ class Drafter:
 
     def __init__(self, checkpoint: Checkpoint, *, n_threads: int | None = None, device: str = "") -> None:
         self._config = checkpoint.config
+        check_llama_keywords({"n_threads": n_threads})
         n_threads = n_threads or max((os.cpu_count() or 2) // 2, 1)  # llama_cpp.Llama's default
         self._native = _native.Drafter(checkpoint.config.as_dict(), checkpoint.native_tensors(), n_threads, device)
         self._target: Any = None  # keeps the model whose tensors the native half reads alive
@@ -113,10 +115,12 @@ class Drafter:
         """
         if window is not None and window not in WINDOWS:
             raise ConfigError(f"window is {window!r}; needed one of {', '.join(WINDOWS)}")
-        if not 0 <= int(anchor_token) < self._config.vocab_size:
+        if not 0 <= _integer("anchor token", anchor_token) < self._config.vocab_size:
             raise ConfigError(f"anchor token is {anchor_token}; needed 0..{self._config.vocab_size - 1}")
-        if not 1 <= int(n) < self._config.block_size:
+        if not 1 <= _integer("n", n) < self._config.block_size:
             raise ConfigError(f"n is {n}; needed 1..{self._config.block_size - 1} (block_size - 1)")
+        if self.has_target and not self._target.model:  # closed: its tensors are gone
+            self.unbind_target()
         if not self.has_target:
             raise TargetMismatchError(
                 "drafting needs a target's embeddings and output head: load_drafter(..., target=...)"
@@ -140,9 +144,16 @@ class Drafter:
         return self._native.memory()
 
 
+def _integer(name: str, value: int) -> int:
+    try:
+        return operator.index(value)
+    except TypeError as error:
+        raise ConfigError(f"{name} is {value!r}; needed an integer") from error
+
+
 def _position(value: int) -> int:
     """A position that the native half can take; RollbackError otherwise."""
-    position = operator.index(value)
+    position = _integer("position", value)
     if not 0 <= position < MAX_POSITION:
         raise RollbackError(f"position is {position}; needed 0..{MAX_POSITION - 1}")
     return position

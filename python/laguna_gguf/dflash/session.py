@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import inspect
 import os
+import threading
 from collections.abc import Generator, Sequence
 from pathlib import Path
 from time import perf_counter
@@ -15,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from laguna_gguf import _native
+from laguna_gguf.dflash.arguments import check_llama_keywords
 from laguna_gguf.dflash.checkpoint import read_checkpoint
 from laguna_gguf.dflash.depth import make_depth
 from laguna_gguf.dflash.drafter import WINDOWS, Drafter
@@ -87,6 +89,7 @@ class SpecSession(llama_cpp.Llama):
         for name in ("draft_model", "embedding", "vocab_only"):
             if llama_kwargs.get(name):
                 raise ConfigError(f"{name} cannot be combined with speculative decoding; use llama_cpp.Llama for that")
+        check_llama_keywords(llama_kwargs)
         if window not in WINDOWS:
             raise ConfigError(f"window is {window!r}; needed one of {', '.join(WINDOWS)}")
         check_target_file(model_path)
@@ -124,6 +127,8 @@ class SpecSession(llama_cpp.Llama):
         self.next_max_tokens: int | None = None
         """max_tokens of a completion that is about to generate; 0 is no limit."""
         self._turn: object | None = None  # identity of the generator in progress
+        self._thread = threading.current_thread()  # the one that last called
+        self._lock = threading.Lock()
         self.counters = Counters()
         self.acceptance = AcceptanceWatch()
         self.last_token_drafted = False
@@ -177,12 +182,33 @@ class SpecSession(llama_cpp.Llama):
             drafter.unbind_target()
         if hasattr(self, "_stack"):  # absent when the constructor refused before loading
             super().close()
+            self._model = self._ctx = self.tokenizer_ = _Closed()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ConfigError("a SpecSession cannot be pickled or copied; make another one from the same files")
+
+    @classmethod
+    def from_pretrained(
+        cls, repo_id: str, filename: str | None, *, draft_repo_id: str, draft_filename: str | None = None, **kwargs: Any
+    ) -> SpecSession:
+        """As Llama.from_pretrained, with the drafter's repository and file (None: its checkpoint or only GGUF).
+
+        Raises CheckpointError when files cannot be had.
+        """
+        source = f"hf://{draft_repo_id}" + (f"/{draft_filename}" if draft_filename else "")
+        try:
+            return super().from_pretrained(repo_id, filename, draft_model_path=source, **kwargs)
+        except LagunaError:
+            raise
+        except Exception as error:  # of huggingface_hub and its HTTP client
+            raise CheckpointError(f"{repo_id}/{filename} cannot be had: {error}") from error
 
     # -- state ------------------------------------------------------------------------------------------------------
 
     def reset(self) -> None:
         """Forget all tokens."""
         self._check_open()
+        self._check_thread()
         super().reset()
         self._turn = None
         self._target.clear()
@@ -191,6 +217,7 @@ class SpecSession(llama_cpp.Llama):
     def load_state(self, state: llama_cpp.LlamaState) -> None:
         """Restore a saved state; the drafter's context is rebuilt when it is next needed."""
         self._check_open()
+        self._check_thread()
         super().load_state(state)
         self._fit_arrays()
         self._turn = None
@@ -200,10 +227,13 @@ class SpecSession(llama_cpp.Llama):
     def eval(self, tokens: Sequence[int]) -> None:
         """Evaluate tokens after the current ones. Raises ConfigError when they do not fit in the context."""
         self._check_open()
-        new = self._checked(tokens)
-        self._turn = None
-        if len(new):
-            self._evaluate(np.concatenate([self._input_ids, new]), keep=self.n_tokens)
+        self._claim()
+        try:
+            new = self._checked(tokens)
+            if len(new):
+                self._evaluate(np.concatenate([self._input_ids, new]), keep=self.n_tokens)
+        finally:
+            self._turn = None
 
     @property
     def _drafting(self) -> bool:
@@ -223,6 +253,20 @@ class SpecSession(llama_cpp.Llama):
     def _check_open(self) -> None:
         if self._closed:
             raise DecodeError("the session is closed")
+
+    def _check_thread(self) -> None:
+        """llama.cpp's context serves one thread at a time; two at once would end the process."""
+        thread = threading.current_thread()
+        if self._turn is not None and self._thread is not thread and self._thread.is_alive():
+            raise SessionBusyError("the session is generating in another thread; wait, or use a session a thread")
+        self._thread = thread
+
+    def _claim(self) -> object:
+        """Make the calling thread's next work the one in progress; what was suspended before is over."""
+        with self._lock:
+            self._check_thread()
+            self._turn = object()
+            return self._turn
 
     def _evaluate(self, tokens: NDArray[np.intc], *, keep: int, capture: bool | None = None) -> None:
         """Bring the target, and with capture the drafter, to exactly `tokens`; the first `keep` were evaluated before.
@@ -338,37 +382,37 @@ class SpecSession(llama_cpp.Llama):
         or ids outside the vocabulary; the session stays usable.
         """
         self._check_open()
-        wanted, self.next_max_tokens = self.next_max_tokens or None, None
-        prompt = self._checked(tokens)
-        self._sampler = sampler = self._init_sampler(
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            typical_p=typical_p,
-            temp=temp,
-            repeat_penalty=repeat_penalty,
-            frequency_penalty=frequency_penalty,
-            presence_penalty=presence_penalty,
-            tfs_z=tfs_z,
-            mirostat_mode=mirostat_mode,
-            mirostat_tau=mirostat_tau,
-            mirostat_eta=mirostat_eta,
-            penalize_nl=penalize_nl,
-            logits_processor=logits_processor,
-            grammar=grammar,
-        )
-        turn = self._turn = object()
-
-        def sample(row: int) -> int:
-            began = perf_counter()
-            token = sampler.sample(self._ctx, row)
-            self.counters.sample_ms += (perf_counter() - began) * 1e3
-            return token
-
-        def stop(row: int) -> bool:
-            return stopping_criteria is not None and stopping_criteria(self._input_ids, self._target.logits(row))
-
+        turn = self._claim()
         try:
+            wanted, self.next_max_tokens = self.next_max_tokens or None, None
+            prompt = self._checked(tokens)
+            self._sampler = sampler = self._init_sampler(
+                top_k=top_k,
+                top_p=top_p,
+                min_p=min_p,
+                typical_p=typical_p,
+                temp=temp,
+                repeat_penalty=repeat_penalty,
+                frequency_penalty=frequency_penalty,
+                presence_penalty=presence_penalty,
+                tfs_z=tfs_z,
+                mirostat_mode=mirostat_mode,
+                mirostat_tau=mirostat_tau,
+                mirostat_eta=mirostat_eta,
+                penalize_nl=penalize_nl,
+                logits_processor=logits_processor,
+                grammar=grammar,
+            )
+
+            def sample(row: int) -> int:
+                began = perf_counter()
+                token = sampler.sample(self._ctx, row)
+                self.counters.sample_ms += (perf_counter() - began) * 1e3
+                return token
+
+            def stop(row: int) -> bool:
+                return stopping_criteria is not None and stopping_criteria(self._input_ids, self._target.logits(row))
+
             self._prefill(prompt, reset)
             yield from run_rounds(self, turn, sample, stop, wanted)
         finally:
@@ -457,6 +501,13 @@ class SpecSession(llama_cpp.Llama):
         """Raise SessionBusyError when another call has taken over the session."""
         if not self.owned_by(turn):
             raise SessionBusyError("another call on this session has begun (or closed it); this generator cannot go on")
+
+
+class _Closed:
+    """In place of what close() freed: any use is an error instead of a crash."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise DecodeError("the session is closed")
 
 
 def _n_ubatch(llama_kwargs: dict[str, Any]) -> int:

@@ -37,7 +37,8 @@ def check_target_file(path: str | os.PathLike[str]) -> None:
     """
     if not Path(path).is_file():
         raise CheckpointError(f"target model not found: {path}; needed a GGUF file")
-    architecture = _native.GgufFile(str(path)).get("general.architecture")
+    file = _native.GgufFile(str(path))
+    architecture = file.get("general.architecture")
     if architecture in DRAFTER_ARCHITECTURES:
         raise TargetMismatchError(
             f"{path} is a drafter (architecture {architecture!r}), not a target: it has no embeddings and cannot run "
@@ -45,6 +46,9 @@ def check_target_file(path: str | os.PathLike[str]) -> None:
         )
     if architecture != ARCHITECTURE:
         raise TargetMismatchError(f"{path} has architecture {architecture!r}; needed {ARCHITECTURE!r}")
+    tokens = file.get("tokenizer.ggml.tokens", [])
+    if len(set(tokens)) != len(tokens) or any("\0" in token for token in tokens):
+        raise CheckpointError(f"{path}: tokenizer.ggml.tokens has repeated tokens or null bytes; the file is damaged")
 
 
 @contextmanager
@@ -69,6 +73,7 @@ def model_address(model: Any) -> int:
 
 def model_shape(model: Any) -> tuple[int, int, int]:
     """(layers, width, vocabulary) of a loaded model."""
+    model_address(model)
     vocabulary = llama_cpp.llama_model_get_vocab(model)
     return (
         llama_cpp.llama_model_n_layer(model),
@@ -134,10 +139,14 @@ class TargetContext:
         capture.begin()
         capture.stop_after_last = stop
         started, callback_ms = perf_counter(), capture.ms
-        code = llama_cpp.llama_decode(self._context, self._batch)
+        code = None
+        try:
+            code = llama_cpp.llama_decode(self._context, self._batch)
+        finally:
+            if code != 0:  # an interrupt may come between the call and its result: take the rows back then, too
+                llama_cpp.llama_memory_seq_rm(self._memory, 0, self.position, -1)
         self.decode_ms += (perf_counter() - started) * 1e3 - (capture.ms - callback_ms)
         if code != 0:
-            llama_cpp.llama_memory_seq_rm(self._memory, 0, self.position, -1)
             why = {1: "the context has no free cells", 2: "aborted"}.get(code, "see llama.cpp's log")
             raise DecodeError(f"llama_decode returned {code} for {n} tokens at position {self.position}: {why}")
         self.position += n
