@@ -6,7 +6,7 @@ end within 5 s (of processor time on a busy machine), in success or in a LagunaE
 signal, another exception, a hang or an allocation beyond the limit is a failure. Exit status 0: no failure. Linux only.
 
     tools/fuzz_gguf.py --n 20000
-    tools/fuzz_gguf.py --only 1234 --keep /tmp/case       write one case's files and run it in this process
+    tools/fuzz_gguf.py --only 1234 --keep FOLDER          write one case's files and run it in this process
 """
 
 from __future__ import annotations

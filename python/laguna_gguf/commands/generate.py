@@ -12,10 +12,11 @@ import llama_cpp
 from laguna_gguf.commands import arguments
 from laguna_gguf.commands.generation import Generation, generate
 from laguna_gguf.commands.output import TokenWriter, note, print_json, print_plan
-from laguna_gguf.dflash.arguments import CACHE_TYPES, plan_memory, trained_context
+from laguna_gguf.dflash.arguments import CACHE_TYPES
 from laguna_gguf.dflash.session import SpecSession
 from laguna_gguf.dflash.stats import Counters, SpecStats
 from laguna_gguf.dflash.target import check_target_file
+from laguna_gguf.memory_plan import plan_memory, trained_context
 
 
 def add_parser(subparsers: Any) -> None:

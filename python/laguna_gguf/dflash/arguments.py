@@ -1,11 +1,11 @@
-"""Checks of llama_cpp.Llama's keywords that llama.cpp itself answers with an abort."""
+"""Checks of what llama.cpp itself answers with an abort: keywords of llama_cpp.Llama, and use after close()."""
 
 from __future__ import annotations
 
 import os
 from typing import Any
 
-from laguna_gguf.errors import CheckpointError, ConfigError
+from laguna_gguf.errors import CheckpointError, ConfigError, DecodeError
 
 MAX_THREADS = 512
 """GGML_MAX_N_THREADS."""
@@ -38,3 +38,17 @@ def check_llama_keywords(keywords: dict[str, Any]) -> None:
     lora_path = keywords.get("lora_path")
     if lora_path is not None and not os.path.isfile(lora_path):
         raise CheckpointError(f"lora_path: {lora_path} is not a file")
+
+
+def micro_batch(keywords: dict[str, Any]) -> int:
+    """The micro-batch size that Llama will use for these keywords, before the model is known."""
+    sizes = [keywords.get("n_batch", 512), keywords.get("n_ubatch", 512)]
+    n_ctx = keywords.get("n_ctx", 512)
+    return min([*sizes, n_ctx] if n_ctx else sizes)
+
+
+class Closed:
+    """In place of what close() freed: any use is an error instead of a crash."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise DecodeError("the session is closed")

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from laguna_gguf import _native
-from laguna_gguf.dflash.arguments import check_llama_keywords
+from laguna_gguf.dflash.arguments import Closed, check_llama_keywords, micro_batch
 from laguna_gguf.dflash.checkpoint import read_checkpoint
 from laguna_gguf.dflash.depth import make_depth
 from laguna_gguf.dflash.drafter import WINDOWS, Drafter
@@ -98,7 +98,7 @@ class SpecSession(llama_cpp.Llama):
         self._window = window
         self._draft_max = draft_max
         self._draft_min = draft_min
-        make_depth(draft_max, draft_min, config.block_size, _n_ubatch(llama_kwargs))  # refuse before loading
+        make_depth(draft_max, draft_min, config.block_size, micro_batch(llama_kwargs))  # refuse before loading
 
         self._capture = _native.HiddenCapture(list(config.target_layer_ids), config.hidden_size)
         self._eval_callback = ctypes.cast(
@@ -182,7 +182,7 @@ class SpecSession(llama_cpp.Llama):
             drafter.unbind_target()
         if hasattr(self, "_stack"):  # absent when the constructor refused before loading
             super().close()
-            self._model = self._ctx = self.tokenizer_ = _Closed()
+            self._model = self._ctx = self.tokenizer_ = Closed()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ConfigError("a SpecSession cannot be pickled or copied; make another one from the same files")
@@ -501,17 +501,3 @@ class SpecSession(llama_cpp.Llama):
         """Raise SessionBusyError when another call has taken over the session."""
         if not self.owned_by(turn):
             raise SessionBusyError("another call on this session has begun (or closed it); this generator cannot go on")
-
-
-class _Closed:
-    """In place of what close() freed: any use is an error instead of a crash."""
-
-    def __getattr__(self, name: str) -> Any:
-        raise DecodeError("the session is closed")
-
-
-def _n_ubatch(llama_kwargs: dict[str, Any]) -> int:
-    """The micro-batch size that Llama will use for these keywords, before the model is known."""
-    sizes = [llama_kwargs.get("n_batch", 512), llama_kwargs.get("n_ubatch", 512)]
-    n_ctx = llama_kwargs.get("n_ctx", 512)
-    return min([*sizes, n_ctx] if n_ctx else sizes)
