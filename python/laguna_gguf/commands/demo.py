@@ -162,7 +162,7 @@ def _idle_cores() -> int:
     """Cores that nothing else uses, at least 1: ggml's threads wait for one another at every operation of a graph, and
     one that has to share its core makes such a small model a hundred times slower."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    busy = round(os.getloadavg()[0]) if hasattr(os, "getloadavg") else 0
+    busy = int(os.getloadavg()[0]) if hasattr(os, "getloadavg") else 0
     return max(cores - busy, 1)
 
 
