@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from laguna_gguf.dflash.adaptive import AdaptiveDepth
+from laguna_gguf.dflash.adaptive import PRIOR_ACCEPTANCE, AdaptiveDepth
 from laguna_gguf.dflash.depth import AUTO, make_depth
 from laguna_gguf.errors import ConfigError
 from session_tools import FULL, GREEDY, ForcedDrafts, plain_llama, spec_session, take, take_plain, text_ids
@@ -55,11 +55,12 @@ def test_auto_in_a_session(tiny_target: Path, tiny_drafter: Path) -> None:
     assert take(session, prompt, 200, **GREEDY) == expected[:200]
     depth = session.depth
     assert isinstance(depth, AdaptiveDepth)
-    assert depth.acceptance(1) > 0.9 and depth.cost(max(forced.drafted)) > 0.0
+    before = depth.acceptance(1)
+    assert before > PRIOR_ACCEPTANCE and depth.cost(max(forced.drafted)) > 0.0
     assert session.stats.draft_max_now == depth.now
     forced = ForcedDrafts(session, prompt, expected, (0,))
     assert take(session, prompt, 240, **GREEDY) == expected[:240]
-    assert depth.acceptance(1) < 0.5
+    assert depth.acceptance(1) < before  # how far it falls depends on how soon plain decoding takes over
     assert session.stats.plain_rounds > 0
 
 
