@@ -101,12 +101,6 @@ class TargetModel(nn.Module):
             self.register_buffer(f"{kind}_cos", cos, persistent=False)
             self.register_buffer(f"{kind}_sin", sin, persistent=False)
 
-    def load_numpy(self, tensors: dict[str, np.ndarray]) -> None:
-        """Copy tensors that carry GGUF names."""
-        with torch.no_grad():
-            for name, parameter in self.weights.items():
-                parameter.copy_(torch.from_numpy(tensors[name].astype(np.float32)))
-
     def to_numpy(self) -> dict[str, np.ndarray]:
         """Float32 tensors under their GGUF names."""
         return {name: parameter.detach().numpy().copy() for name, parameter in self.weights.items()}

@@ -97,7 +97,6 @@ class SpecSession(llama_cpp.Llama):
         config = checkpoint.config
         self._window = window
         self._draft_max = draft_max
-        self._draft_min = draft_min
         make_depth(draft_max, draft_min, config.block_size, micro_batch(llama_kwargs))  # refuse before loading
 
         self._capture = _native.HiddenCapture(list(config.target_layer_ids), config.hidden_size)
@@ -110,7 +109,8 @@ class SpecSession(llama_cpp.Llama):
             kind = ConfigError if hasattr(self, "_model") else CheckpointError
             raise kind(f"llama.cpp refused {model_path} or its settings: {error}") from error
         try:
-            config.validate_target(*model_shape(self.model))
+            shape = model_shape(self.model)
+            config.validate_target(*shape)
             self._target = TargetContext(self, self._capture)
             self.depth = make_depth(draft_max, draft_min, config.block_size, self._target.n_ubatch)
             device = _native.output_device(model_address(self.model))
@@ -120,7 +120,7 @@ class SpecSession(llama_cpp.Llama):
             self.close()
             raise
         # A graph may stop early only behind the model's last layer: further layers still have to fill their KV cache.
-        self._can_stop = config.target_layer_ids[-1] == model_shape(self.model)[0] - 1
+        self._can_stop = config.target_layer_ids[-1] == shape[0] - 1
         self._rows = config.sliding_window - 1
         self._limit = self._n_ctx
         self._fit_arrays()
