@@ -20,6 +20,7 @@ from laguna_gguf.dflash.arguments import Closed, check_llama_keywords, micro_bat
 from laguna_gguf.dflash.checkpoint import read_checkpoint
 from laguna_gguf.dflash.depth import make_depth
 from laguna_gguf.dflash.drafter import WINDOWS, Drafter
+from laguna_gguf.dflash.evaluation import Evaluation
 from laguna_gguf.dflash.health import AcceptanceWatch
 from laguna_gguf.dflash.rounds import run_rounds
 from laguna_gguf.dflash.stats import Counters, SpecStats
@@ -29,18 +30,8 @@ from laguna_gguf.errors import (
     ConfigError,
     DecodeError,
     LagunaError,
-    RollbackError,
     SessionBusyError,
 )
-
-CAPTURE_ROWS = 128
-"""Rows of one capturing prompt decode: llama.cpp reserves n_vocab floats for every row whose last layer it keeps."""
-
-LOGIT_ROWS = 8
-"""Rows of the decode that ends a prompt. From 7 rows on, results do not depend on how many rows a decode has."""
-
-WHOLE_PROMPT = 32
-"""Prompts up to here are decoded at once: two decodes would cost more than some unread rows of logits."""
 
 
 class SpecSession(llama_cpp.Llama):
@@ -109,8 +100,7 @@ class SpecSession(llama_cpp.Llama):
             kind = ConfigError if hasattr(self, "_model") else CheckpointError
             raise kind(f"llama.cpp refused {model_path} or its settings: {error}") from error
         try:
-            shape = model_shape(self.model)
-            config.validate_target(*shape)
+            config.validate_target(*model_shape(self.model))
             self._target = TargetContext(self, self._capture)
             self.depth = make_depth(draft_max, draft_min, config.block_size, self._target.n_ubatch)
             device = _native.output_device(model_address(self.model))
@@ -119,9 +109,7 @@ class SpecSession(llama_cpp.Llama):
         except BaseException:
             self.close()
             raise
-        # A graph may stop early only behind the model's last layer: further layers still have to fill their KV cache.
-        self._can_stop = config.target_layer_ids[-1] == shape[0] - 1
-        self._rows = config.sliding_window - 1
+        self._evaluation = Evaluation(self._target, self._drafter, self._capture)
         self._limit = self._n_ctx
         self._fit_arrays()
         self.next_max_tokens: int | None = None
@@ -160,7 +148,7 @@ class SpecSession(llama_cpp.Llama):
     @property
     def drafter(self) -> Drafter:
         """The drafter; between calls its context is first brought up to the committed tokens."""
-        stale = self.n_tokens > 0 and not self._drafter_holds(self.n_tokens, self.n_tokens)
+        stale = self.n_tokens > 0 and not self._evaluation.drafter_holds(self.n_tokens, self.n_tokens)
         if stale and self._turn is None and not self._closed:
             self._evaluate(self._input_ids.copy(), keep=self.n_tokens, capture=True)
         return self._drafter
@@ -271,86 +259,23 @@ class SpecSession(llama_cpp.Llama):
     def _evaluate(self, tokens: NDArray[np.intc], *, keep: int, capture: bool | None = None) -> None:
         """Bring the target, and with capture the drafter, to exactly `tokens`; the first `keep` were evaluated before.
 
-        At least one token is evaluated, so that the logits are those of the last one. Rows are evaluated again where
-        the target's sliding window or the drafter's context lost something on the way back: nothing is lost silently.
+        Rows are evaluated again where something was lost on the way back (see Evaluation): nothing is lost silently.
         """
         capture = self._drafting if capture is None else capture
         end = len(tokens)
         if end > self._limit:
             raise ConfigError(f"{end} tokens exceed the context window of {self._limit}")
         began = perf_counter()
-        first_row = max(0, end - self._rows)  # the first position that the drafter must see
-        start = min(keep, self._target.position, end - 1)
-        self._rewind_drafter(start)
-        if capture and not self._drafter_holds(start, end):
-            start = min(start, first_row)
-        if not self._target.rollback(start):
-            self._target.clear()
-            start = 0
-        if start == 0:
-            self._drafter.reset()
+        start = self._evaluation.rewind(keep, end, capture=capture)
         self.input_ids[:end] = tokens
         self.n_tokens = start
         self._requires_eval = True
-        capture_from = max(start, first_row) if capture else end
-        if self._drafter.position != capture_from and capture:
-            self._drafter.reset()
-        if self._logits_all:
-            self._decode_pieces(tokens[start:end], n=self._target.n_batch, all_logits=True, capture=capture)
-        else:
-            self._decode_pieces(tokens[start:capture_from], n=self._target.n_batch, last_logits=not capture)
-            self._decode_captured(tokens[capture_from:end])
+        for first, n in self._evaluation.run(tokens, start, capture=capture, all_logits=self._logits_all):
+            self.n_tokens = first + n
+            if self._logits_all:
+                self.scores[first : first + n] = self._target.all_logits(n)
         self._requires_eval = False
         self.counters.prompt_ms += (perf_counter() - began) * 1e3
-
-    def _decode_captured(self, tokens: NDArray[np.intc]) -> None:
-        """The rows that the drafter must see; logits only where they are wanted, at the end."""
-        largest = min(CAPTURE_ROWS, self._target.n_batch)
-        if self._can_stop and len(tokens) > WHOLE_PROMPT:
-            tail = min(LOGIT_ROWS, largest)
-            self._decode_pieces(tokens[:-tail], n=largest, all_logits=True, capture=True, stop=True)
-            tokens = tokens[-tail:]
-        # llama.cpp keeps the last layer only for flagged rows; earlier layers need no flags.
-        self._decode_pieces(tokens, n=largest, all_logits=self._can_stop, capture=True)
-
-    def _decode_pieces(
-        self,
-        tokens: NDArray[np.intc],
-        *,
-        n: int,
-        all_logits: bool = False,
-        last_logits: bool = True,
-        capture: bool = False,
-        stop: bool = False,
-    ) -> None:
-        """Decode in pieces of at most n tokens, of nearly equal size (kernels for very few rows round differently)."""
-        if len(tokens) == 0:
-            return
-        for piece in np.array_split(tokens, -(-len(tokens) // n)):
-            start = self._target.position
-            self._capture.enabled = capture
-            self._target.decode(piece, all_logits=all_logits, last_logits=last_logits, stop=stop)
-            self.n_tokens = self._target.position
-            if capture:
-                self._drafter.append_captured(self._capture, len(piece), start)
-            if self._logits_all:
-                self.scores[start : start + len(piece)] = self._target.all_logits(len(piece))
-
-    def _rewind_drafter(self, position: int) -> None:
-        """Take the drafter's context back to `position`; it is empty when it cannot go there."""
-        if self._drafter.position > position:
-            try:
-                self._drafter.rollback(position)
-            except RollbackError:
-                self._drafter.reset()
-
-    def _drafter_holds(self, position: int, end: int) -> bool:
-        """Whether the drafter's context ends at `position` and no row is missing there that a draft at `end` will see.
-
-        It may have begun late: after a prompt, with the rows of the last window only.
-        """
-        oldest = self._drafter.position - self._drafter.n_rows
-        return self._drafter.position == position and oldest <= max(0, end - self._rows)
 
     # -- generation -------------------------------------------------------------------------------------------------
 
@@ -429,7 +354,7 @@ class SpecSession(llama_cpp.Llama):
         differs = np.flatnonzero(self.input_ids[:n] != prompt[:n])
         shared = int(differs[0]) if len(differs) else n
         logits_ready = not self._requires_eval and self._target.position == self.n_tokens == shared == len(prompt)
-        if logits_ready and (not self._drafting or self._drafter_holds(shared, shared)):
+        if logits_ready and (not self._drafting or self._evaluation.drafter_holds(shared, shared)):
             return
         self._evaluate(prompt, keep=shared)
 

@@ -107,6 +107,7 @@ class TargetContext:
         self.n_batch = llama.n_batch
         self.n_ubatch = int(llama.context_params.n_ubatch)
         self.n_swa = llama_cpp.llama_model_n_swa(llama.model)
+        self.n_layer = llama_cpp.llama_model_n_layer(llama.model)
         self.position = 0
         """Positions 0..position-1 are in the KV cache."""
         self.decode_ms = 0.0
