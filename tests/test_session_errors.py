@@ -109,7 +109,6 @@ def test_draft_max_follows_the_block_size(tiny_target: Path, tmp_path: Path) -> 
     "option",
     [
         {"draft_vocab": 3},
-        {"spec_synth_len": 2},
         {"pflash": "f.gguf"},
         {"prefill_compression": "auto"},
         {"embedding": True},

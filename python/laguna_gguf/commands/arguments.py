@@ -111,6 +111,17 @@ def add_drafting(parser: argparse.ArgumentParser) -> None:
         default="per_query",
         help="how the drafter's window is counted; default per_query",
     )
+    add_synthetic(group)
+
+
+def add_synthetic(group: argparse._ArgumentGroup) -> None:
+    """--spec-synth-len."""
+    group.add_argument(
+        "--spec-synth-len",
+        type=_synth_len,
+        metavar="L",
+        help="for benchmarks: accept drafts at random, L tokens a round on average; the text is then not the model's",
+    )
 
 
 def add_output(parser: argparse.ArgumentParser) -> None:
@@ -125,6 +136,8 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """Refuse, as a usage error, arguments that contradict each other."""
     if args.draft_model is None and not args.no_draft:
         parser.error("-md is needed; with --no-draft it may be left out")
+    if args.spec_synth_len is not None and args.no_draft:
+        parser.error("--spec-synth-len accepts drafts; with --no-draft there are none")
     if args.cache_type_v not in _UNQUANTISED and args.flash_attn != "on":
         parser.error(f"-ctv {args.cache_type_v} needs -fa on")
 
@@ -175,6 +188,10 @@ def _gpu_layers(text: str) -> int:
 
 def _draft_max(text: str) -> int | str:
     return text if text == "auto" else _int(text, 0, 2**31 - 1, "a number >= 0 or 'auto'")
+
+
+def _synth_len(text: str) -> float:
+    return _float(text, 1.0, 1e9, "a number of tokens a round, >= 1")
 
 
 def _at_least_zero(text: str) -> float:

@@ -15,6 +15,7 @@ from laguna_gguf.commands.output import TokenWriter, note, print_json, print_pla
 from laguna_gguf.dflash.arguments import CACHE_TYPES
 from laguna_gguf.dflash.session import SpecSession
 from laguna_gguf.dflash.stats import Counters, SpecStats
+from laguna_gguf.dflash.synthetic import SyntheticStats
 from laguna_gguf.dflash.target import check_target_file
 from laguna_gguf.memory_plan import plan_memory, trained_context
 
@@ -104,6 +105,7 @@ def _open_session(args: argparse.Namespace, shared: dict[str, Any]) -> llama_cpp
         draft_max=0 if args.no_draft else args.spec_draft_n_max,
         draft_min=0 if args.no_draft else args.spec_draft_n_min,
         window=args.spec_draft_window,
+        spec_synth_len=args.spec_synth_len,
         **shared,
     )
 
@@ -140,6 +142,7 @@ def _report(result: Generation, stats: SpecStats) -> dict[str, Any]:
             "draft_n_accepted": stats.accepted_tokens,
         },
         "stats": stats.as_dict(),
+        **({"synthetic": True} if isinstance(stats, SyntheticStats) else {}),
     }
 
 
@@ -153,4 +156,6 @@ def _print_summary(result: Generation, stats: SpecStats) -> None:
             f"{stats.mean_accepted_length:.2f} tokens a round, "
             f"{stats.accepted_tokens} of {stats.drafted_tokens} drafts accepted"
         )
+    if isinstance(stats, SyntheticStats):
+        parts.append("SYNTHETIC acceptance, the text is not the model's")
     note("; ".join(parts))

@@ -79,6 +79,7 @@ class AdaptiveDepth:
     """A depth policy (see depth.py) for the depths smallest..largest; 0 among them is plain decoding."""
 
     def __init__(self, smallest: int, largest: int) -> None:
+        self.largest = largest
         self._depths = list(range(smallest, largest + 1))
         self._costs = {n: _Cost() for n in self._depths}
         self._hits = [PRIOR_WEIGHT * PRIOR_ACCEPTANCE] * (largest + 1)  # by draft number 1..largest

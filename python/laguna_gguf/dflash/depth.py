@@ -15,6 +15,8 @@ class Depth(Protocol):
 
     now: int
     """Drafts of the next round, 0..block_size-1."""
+    largest: int
+    """The most it ever drafts; 0 is plain decoding, which needs no drafter's context."""
 
     def update(self, drafted: int, accepted: int, ms: float) -> None:
         """A whole round drafted and accepted so many tokens and took so long."""
@@ -24,7 +26,7 @@ class FixedDepth:
     """The same depth in every round."""
 
     def __init__(self, n: int) -> None:
-        self.now = n
+        self.now = self.largest = n
 
     def update(self, drafted: int, accepted: int, ms: float) -> None:
         """Nothing to learn."""

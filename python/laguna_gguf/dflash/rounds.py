@@ -9,7 +9,8 @@ context. The anchor is the newest token; it is known but not evaluated, and will
     gives t_1       t_2      t_3      t_4      sampled one after the other from the target's own sampler chain
 
 t_1 is always a right token. While t_i == d_i the next row was computed for the right text and gives the next token.
-Since only the target's samples are ever emitted, the text is the one that plain decoding samples.
+Since only the target's samples are ever emitted, the text is the one that plain decoding samples. (Synthetic
+acceptance, for benchmarks, emits drafts unseen.)
 """
 
 from __future__ import annotations
@@ -63,7 +64,10 @@ def run_rounds(
                 anchor = sample(row)
                 if stop(row):
                     return
-                hit = row < len(draft) and anchor == draft[row]
+                drafted = draft[row] if row < len(draft) else None
+                hit = anchor == drafted
+                if session.synthetic is not None:
+                    anchor, hit = session.synthetic.decide(anchor, drafted)
                 if hit:
                     counters.count_accepted(row)
                     accepted += 1
@@ -86,4 +90,5 @@ def run_rounds(
             counters.round_ms += ms
             if whole:  # a round that was cut says nothing about its depth
                 session.depth.update(len(draft), accepted, ms)
-                session.acceptance.update(len(draft), accepted)
+                if session.synthetic is None:
+                    session.acceptance.update(len(draft), accepted)

@@ -24,6 +24,7 @@ from laguna_gguf.dflash.evaluation import Evaluation
 from laguna_gguf.dflash.health import AcceptanceWatch
 from laguna_gguf.dflash.rounds import run_rounds
 from laguna_gguf.dflash.stats import Counters, SpecStats
+from laguna_gguf.dflash.synthetic import SyntheticStats, acceptance_probability, make_synthetic
 from laguna_gguf.dflash.target import TargetContext, check_target_file, model_address, model_shape
 from laguna_gguf.errors import (
     CheckpointError,
@@ -54,7 +55,7 @@ class SpecSession(llama_cpp.Llama):
         draft_min: int = 0,
         window: str = "per_query",
         draft_vocab: None = None,
-        spec_synth_len: None = None,
+        spec_synth_len: float | None = None,
         pflash: None = None,
         prefill_compression: str = "off",
         **llama_kwargs: Any,
@@ -63,14 +64,14 @@ class SpecSession(llama_cpp.Llama):
 
         draft_model_path: a drafter GGUF or a Hugging Face directory. draft_max: drafts a round, "auto" or
         0..block_size-1 (0 is plain decoding). draft_min: the least that "auto" drafts; 0 lets it decode plainly where
-        drafts do not pay. window: see `Drafter.draft`.
-        draft_vocab, spec_synth_len, pflash and prefill_compression are reserved and must keep their defaults.
+        drafts do not pay. window: see `Drafter.draft`. spec_synth_len: for benchmarks only, tokens a round that random
+        acceptance is to bring (`laguna_gguf.dflash.synthetic`), 1..draft_max + 1; the text is then not the target's.
+        draft_vocab, pflash and prefill_compression are reserved and must keep their defaults.
         Raises CheckpointError, ConfigError, TargetMismatchError (all ValueError too) before anything large is loaded
         where that is possible.
         """
         reserved = {
             "draft_vocab": draft_vocab,
-            "spec_synth_len": spec_synth_len,
             "pflash": pflash,
             "prefill_compression": None if prefill_compression == "off" else prefill_compression,
         }
@@ -87,8 +88,11 @@ class SpecSession(llama_cpp.Llama):
         checkpoint = read_checkpoint(Path(draft_model_path))
         config = checkpoint.config
         self._window = window
-        self._draft_max = draft_max
-        make_depth(draft_max, draft_min, config.block_size, micro_batch(llama_kwargs))  # refuse before loading
+        planned = make_depth(
+            draft_max, draft_min, config.block_size, micro_batch(llama_kwargs)
+        )  # refuse before loading
+        if spec_synth_len is not None:
+            acceptance_probability(spec_synth_len, planned.largest)
 
         self._capture = _native.HiddenCapture(list(config.target_layer_ids), config.hidden_size)
         self._eval_callback = ctypes.cast(
@@ -103,6 +107,7 @@ class SpecSession(llama_cpp.Llama):
             config.validate_target(*model_shape(self.model))
             self._target = TargetContext(self, self._capture)
             self.depth = make_depth(draft_max, draft_min, config.block_size, self._target.n_ubatch)
+            self.synthetic = make_synthetic(spec_synth_len, self.depth.largest, self.model)
             device = _native.output_device(model_address(self.model))
             self._drafter = Drafter(checkpoint, n_threads=self.n_threads_batch, device=device)
             self._drafter.bind_target(self._model)  # not self: a cycle would keep the memory until a collection
@@ -155,7 +160,8 @@ class SpecSession(llama_cpp.Llama):
 
     @property
     def stats(self) -> SpecStats:
-        return self.counters.snapshot(nonfinite=self._capture.n_nonfinite, draft_max_now=self.depth.now)
+        stats = self.counters.snapshot(nonfinite=self._capture.n_nonfinite, draft_max_now=self.depth.now)
+        return stats if self.synthetic is None else SyntheticStats.of(stats, self.synthetic.mean_length)
 
     def reset_stats(self) -> None:
         """Counters to zero; the depth policy keeps what it learnt."""
@@ -225,7 +231,7 @@ class SpecSession(llama_cpp.Llama):
 
     @property
     def _drafting(self) -> bool:
-        return self._draft_max != 0
+        return self.depth.largest > 0
 
     def _checked(self, tokens: Sequence[int]) -> NDArray[np.intc]:
         try:
@@ -338,6 +344,8 @@ class SpecSession(llama_cpp.Llama):
             def stop(row: int) -> bool:
                 return stopping_criteria is not None and stopping_criteria(self._input_ids, self._target.logits(row))
 
+            if self.synthetic is not None:
+                self.synthetic.seed(self._seed)
             self._prefill(prompt, reset)
             yield from run_rounds(self, turn, sample, stop, wanted)
         finally:
