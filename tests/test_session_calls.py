@@ -14,6 +14,7 @@ from laguna_gguf.errors import DecodeError
 from session_tools import (
     FULL,
     GREEDY,
+    OPTIONS,
     ForcedDrafts,
     Scratch,
     check_state,
@@ -231,3 +232,31 @@ def test_rollback_that_is_not_possible(
     monkeypatch.setattr(session._target, "rollback", lambda position: real(position) and position == 0)
     assert take(session, prompt, 20, **GREEDY) == expected
     forced.remove()
+
+
+class Progress(SpecSession):
+    """Notes how far prompts are; gives up behind a position."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.seen: list[int] = []
+        self.end = 10**9
+        super().__init__(*args, **kwargs)
+
+    def on_evaluated(self, n_tokens: int) -> None:
+        self.seen.append(n_tokens)
+        if n_tokens >= self.end:
+            raise TimeoutError
+
+
+def test_progress_of_a_prompt(tiny_target: Path, tiny_drafter: Path) -> None:
+    session = Progress(str(tiny_target), tiny_drafter, **(OPTIONS | {"draft_max": 3, "n_batch": 32}))
+    prompt = text_ids(200, 1)
+    fresh = take(spec_session(tiny_target, tiny_drafter, draft_max=3), prompt, 5, **GREEDY)
+    session.end = 100
+    with pytest.raises(TimeoutError):
+        take(session, prompt, 5, **GREEDY)
+    assert session.seen[0] == 0 and session.n_tokens == session.seen[-1] < 200
+    kept, session.end = session.n_tokens, 10**9
+    session.seen.clear()
+    assert take(session, prompt, 5, **GREEDY) == fresh
+    assert session.seen[0] == kept and session.seen[-1] == 200 and len(session.seen) > 3

@@ -276,12 +276,20 @@ class SpecSession(llama_cpp.Llama):
         self.input_ids[:end] = tokens
         self.n_tokens = start
         self._requires_eval = True
+        self.on_evaluated(start)
         for first, n in self._evaluation.run(tokens, start, capture=capture, all_logits=self._logits_all):
             self.n_tokens = first + n
             if self._logits_all:
                 self.scores[first : first + n] = self._target.all_logits(n)
+            self.on_evaluated(self.n_tokens)
         self._requires_eval = False
         self.counters.prompt_ms += (perf_counter() - began) * 1e3
+
+    def on_evaluated(self, n_tokens: int) -> None:
+        """Progress of a prompt, for subclasses: first called with the tokens that are reused, then after each decode.
+
+        An exception raised here ends the call; what was evaluated is kept.
+        """
 
     # -- generation -------------------------------------------------------------------------------------------------
 
