@@ -1,0 +1,1 @@
+"""PFlash: prompt compression by the attention of a small drafter."""
