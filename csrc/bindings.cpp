@@ -118,7 +118,7 @@ void append(Drafter &drafter, const Floats &features, int64_t start_position) {
 }
 
 void append_captured(Drafter &drafter, const HiddenCapture &capture, int64_t first_row, int64_t n_rows,
-                     int64_t start_position) {
+                     int64_t start_position, bool deferred) {
     const int64_t available = capture.n_rows();
     if (first_row < 0 || n_rows < 0 || first_row > available || n_rows > available - first_row) {
         throw Error(ErrorKind::capture, "rows " + std::to_string(first_row) + ".." +
@@ -131,7 +131,12 @@ void append_captured(Drafter &drafter, const HiddenCapture &capture, int64_t fir
     }
     const int64_t row_size = static_cast<int64_t>(capture.n_layers()) * capture.n_embd();
     py::gil_scoped_release release;
-    drafter.append(capture.rows() + first_row * row_size, n_rows, start_position);
+    const float *rows = capture.rows() + first_row * row_size;
+    if (deferred) {
+        drafter.defer(rows, n_rows, start_position);
+    } else {
+        drafter.append(rows, n_rows, start_position);
+    }
 }
 
 py::tuple draft(Drafter &drafter, int32_t anchor, int64_t n, bool anchored, bool return_logits) {
@@ -158,9 +163,9 @@ void bind_drafter(py::module_ &m) {
         .def(py::init(&make_drafter), py::arg("config"), py::arg("tensors"), py::arg("n_threads"),
              py::arg("device") = "")
         .def_property("n_threads", &Drafter::n_threads, &Drafter::set_n_threads)
-        .def_property_readonly("position", [](const Drafter &self) { return self.cache().position(); })
-        .def_property_readonly("first_position", [](const Drafter &self) { return self.cache().first_position(); })
-        .def_property_readonly("n_rows", [](const Drafter &self) { return self.cache().n_rows(); })
+        .def_property_readonly("position", [](const Drafter &self) { return self.position(); })
+        .def_property_readonly("first_position", [](const Drafter &self) { return self.first_position(); })
+        .def_property_readonly("n_rows", [](const Drafter &self) { return self.n_rows(); })
         .def_property_readonly("has_target", &Drafter::has_target)
         .def_readwrite("argmax_on_device", &Drafter::argmax_on_device)
         .def(
@@ -170,7 +175,9 @@ void bind_drafter(py::module_ &m) {
         .def("unbind_target", &Drafter::unbind_target)
         .def("append", &append, py::arg("features").noconvert(), py::arg("start_position"))
         .def("append_captured", &append_captured, py::arg("capture"), py::arg("first_row"), py::arg("n_rows"),
-             py::arg("start_position"))
+             py::arg("start_position"), py::arg("deferred") = false)
+        .def(
+            "flush", [](Drafter &self) { self.flush(); }, py::call_guard<py::gil_scoped_release>())
         .def("draft", &draft, py::arg("anchor"), py::arg("n"), py::arg("anchored") = false,
              py::arg("return_logits") = false)
         .def("rollback", &Drafter::rollback, py::arg("position"))

@@ -42,10 +42,10 @@ int64_t ContextCache::n_slots_used() const {
     return n_slots();
 }
 
-void ContextCache::check_start(int64_t start) const {
-    if (start < 0 || (start != position_ && !empty_)) {
+void ContextCache::check_start(int64_t start, int64_t next) const {
+    if (start < 0 || (start != next && !empty_)) {
         throw Error(ErrorKind::rollback, "rows start at position " + std::to_string(start) + "; needed " +
-                                             std::to_string(position_) + ", the next one (no holes)");
+                                             std::to_string(next) + ", the next one (no holes)");
     }
 }
 

@@ -24,8 +24,8 @@ class ContextCache {
     int64_t n_block() const { return n_block_; }
     int64_t n_slots_used() const; // slots that a draft must look at, a graph size
 
-    // Throws RollbackError when rows that begin at `start` would leave a hole; an empty cache takes any start >= 0.
-    void check_start(int64_t start) const;
+    // Throws RollbackError when rows from `start` on do not follow `next`; an empty cache takes any start >= 0.
+    void check_start(int64_t start, int64_t next) const;
     void begin(int64_t start); // an empty cache starts here; no effect otherwise
     void skip(int64_t n);      // n rows that no query can see were dropped: they count, nothing is stored
     void commit(int64_t n);    // the next n rows are stored

@@ -71,28 +71,76 @@ void Drafter::unbind_target() {
     target_.reset();
 }
 
+void Drafter::check_rows(int64_t n_rows, int64_t start_position) const {
+    cache_.check_start(start_position, position());
+    if (start_position + n_rows > INT32_MAX) {
+        throw Error(ErrorKind::rollback, "position " + std::to_string(start_position + n_rows) + " is beyond 2^31 - 1");
+    }
+}
+
 void Drafter::append(const float *features, int64_t n_rows, int64_t start_position) {
     if (n_rows == 0) {
         return;
     }
-    cache_.check_start(start_position);
-    if (start_position + n_rows > INT32_MAX) {
-        throw Error(ErrorKind::rollback, "position " + std::to_string(start_position + n_rows) + " is beyond 2^31 - 1");
+    check_rows(n_rows, start_position);
+    flush();
+    cache_.begin(start_position);
+    add(features, n_rows);
+}
+
+void Drafter::defer(const float *features, int64_t n_rows, int64_t start_position) {
+    if (n_rows == 0) {
+        return;
+    }
+    check_rows(n_rows, start_position);
+    if (n_deferred() + n_rows > CHUNKS[0]) {
+        flush();
     }
     cache_.begin(start_position);
-    const int64_t row_size = config_.n_captured() * config_.n_embd;
+    deferred_.insert(deferred_.end(), features, features + n_rows * row_size());
+}
+
+void Drafter::flush() {
+    try {
+        add(deferred_.data(), n_deferred());
+    } catch (...) {
+        deferred_.clear(); // the cache may hold some of them: none may be added twice
+        throw;
+    }
+    deferred_.clear();
+}
+
+// Rows that follow those of the cache, to the device.
+void Drafter::add(const float *features, int64_t n_rows) {
     if (n_rows > config_.window - 1) { // no query will ever see the older ones
         const int64_t dropped = n_rows - (config_.window - 1);
         cache_.skip(dropped);
-        features += dropped * row_size;
+        features += dropped * row_size();
         n_rows -= dropped;
     }
     while (n_rows > 0) {
         const int64_t n = next_chunk(n_rows);
         store(features, n);
-        features += n * row_size;
+        features += n * row_size();
         n_rows -= n;
     }
+}
+
+void Drafter::rollback(int64_t position) {
+    if (position > cache_.position() && position <= this->position()) {
+        deferred_.resize(static_cast<size_t>((position - cache_.position()) * row_size()));
+        return;
+    }
+    if (position > this->position()) {
+        flush(); // the refusal below then names the right range
+    }
+    cache_.rollback(position);
+    deferred_.clear();
+}
+
+void Drafter::reset() {
+    deferred_.clear();
+    cache_.reset();
 }
 
 void Drafter::store(const float *features, int64_t n_rows) {
@@ -133,6 +181,7 @@ void Drafter::draft(int32_t anchor, int64_t n, bool anchored, int32_t *tokens, f
     }
     const bool output_in_host = ggml_backend_buffer_is_host(target_->output()->buffer);
     const bool argmax = argmax_on_device || !output_in_host;
+    flush();
     const int64_t n_slots = cache_.n_slots_used();
     BlockGraph &block = block_graphs_.get({n, n_slots, argmax}, [&] {
         return std::make_unique<BlockGraph>(config_, weights_, cache_, target_->output(), backends_, n, n_slots,

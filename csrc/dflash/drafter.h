@@ -56,7 +56,9 @@ class Drafter {
     Drafter(DrafterConfig config, const TensorSources &sources, int n_threads, const std::string &device);
 
     const DrafterConfig &config() const { return config_; }
-    const ContextCache &cache() const { return cache_; }
+    int64_t position() const { return cache_.position() + n_deferred(); }
+    int64_t first_position() const { return cache_.first_position(); }
+    int64_t n_rows() const { return cache_.n_rows() + n_deferred(); } // context rows without a gap before position()
     int n_threads() const { return backends_.n_threads(); }
     void set_n_threads(int n_threads) { backends_.set_n_threads(n_threads); }
 
@@ -67,8 +69,12 @@ class Drafter {
 
     // features [n_rows, A, H] of the positions from start_position on.
     void append(const float *features, int64_t n_rows, int64_t start_position);
-    void rollback(int64_t position) { cache_.rollback(position); }
-    void reset() { cache_.reset(); }
+    // The same, computed later: with the next draft, or when a block of rows is full. While decoding is plain, a row
+    // then costs a copy instead of one more pass over the weights.
+    void defer(const float *features, int64_t n_rows, int64_t start_position);
+    void flush();
+    void rollback(int64_t position);
+    void reset();
 
     // Greedy tokens of positions P+1..P+n; logits [n, V] are copied when not null. Changes no state.
     void draft(int32_t anchor, int64_t n, bool anchored, int32_t *tokens, float *logits);
@@ -80,6 +86,10 @@ class Drafter {
     size_t compute_bytes() const { return context_graphs_.n_bytes() + block_graphs_.n_bytes(); }
 
   private:
+    int64_t row_size() const { return config_.n_captured() * config_.n_embd; }
+    int64_t n_deferred() const { return static_cast<int64_t>(deferred_.size()) / row_size(); }
+    void check_rows(int64_t n_rows, int64_t start_position) const;
+    void add(const float *features, int64_t n_rows);
     void store(const float *features, int64_t n_rows);
 
     DrafterConfig config_;
@@ -89,6 +99,7 @@ class Drafter {
     std::optional<TargetTensors> target_;
     GraphCache<int64_t, ContextGraph> context_graphs_;                        // by n_rows
     GraphCache<std::tuple<int64_t, int64_t, bool>, BlockGraph> block_graphs_; // by n, n_slots, argmax
+    std::vector<float> deferred_;                                             // rows that follow those of the cache
     std::vector<float> mask_row_;                                             // embedding of the mask token
     std::vector<float> embeddings_;
     std::vector<float> mask_;

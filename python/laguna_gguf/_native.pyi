@@ -107,8 +107,12 @@ class Drafter:
     def unbind_target(self) -> None: ...
     def append(self, features: NDArray[np.float32], start_position: int) -> None:
         """features [n_rows, n_captured, n_embd] at positions start_position... ; RollbackError on a hole."""
-    def append_captured(self, capture: HiddenCapture, first_row: int, n_rows: int, start_position: int) -> None:
-        """The same from rows that a capture holds, without a copy to Python."""
+    def append_captured(
+        self, capture: HiddenCapture, first_row: int, n_rows: int, start_position: int, deferred: bool = False
+    ) -> None:
+        """The same from rows that a capture holds, without a copy to Python. deferred: copied now, computed later."""
+    def flush(self) -> None:
+        """Compute deferred rows; the next draft does it too."""
     def draft(
         self, anchor: int, n: int, anchored: bool = False, return_logits: bool = False
     ) -> tuple[NDArray[np.int32], NDArray[np.float32] | None]:

@@ -97,6 +97,15 @@ class AdaptiveDepth:
         """Whether plain decoding is ahead at present."""
         return self._base == 0
 
+    @property
+    def plain_ahead(self) -> float:
+        """Rounds that will surely be plain before one drafts."""
+        if self.largest == 0:
+            return math.inf
+        if self.now or self._plan or self._base:
+            return 0
+        return max(self._probe_after - self._plain_tokens, 0)
+
     # -- estimates --------------------------------------------------------------------------------------------------
 
     def acceptance(self, i: int) -> float:
@@ -142,6 +151,8 @@ class AdaptiveDepth:
         self._round += 1
         if drafted in self._costs:
             self._costs[drafted].add(ms, self._round)
+        if drafted == 0 < self.now:  # the session could not draft; what was planned still stands
+            return
         decay = math.exp(-1.0 / MEMORY)
         for i in range(1, min(accepted + 1, drafted, len(self._tries) - 1) + 1):
             self._tries[i] = self._tries[i] * decay + 1.0

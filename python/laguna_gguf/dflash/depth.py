@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Protocol
 
 from laguna_gguf.dflash.adaptive import AdaptiveDepth
@@ -16,7 +17,11 @@ class Depth(Protocol):
     now: int
     """Drafts of the next round, 0..block_size-1."""
     largest: int
-    """The most it ever drafts; 0 is plain decoding, which needs no drafter's context."""
+    """The most it ever drafts."""
+
+    @property
+    def plain_ahead(self) -> float:
+        """Rounds that will surely be plain before one drafts: until then nobody reads the drafter's context."""
 
     def update(self, drafted: int, accepted: int, ms: float) -> None:
         """A whole round drafted and accepted so many tokens and took so long."""
@@ -27,6 +32,10 @@ class FixedDepth:
 
     def __init__(self, n: int) -> None:
         self.now = self.largest = n
+
+    @property
+    def plain_ahead(self) -> float:
+        return 0 if self.now else math.inf
 
     def update(self, drafted: int, accepted: int, ms: float) -> None:
         """Nothing to learn."""

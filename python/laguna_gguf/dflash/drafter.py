@@ -103,9 +103,18 @@ class Drafter:
         start = self.position if start_position is None else _position(start_position)
         self._native.append(np.ascontiguousarray(rows), start)
 
-    def append_captured(self, capture: _native.HiddenCapture, n_rows: int, start_position: int) -> None:
-        """`append_context` with the first n_rows rows that a capture holds, without a copy through Python."""
-        self._native.append_captured(capture, 0, n_rows, start_position)
+    def append_captured(
+        self, capture: _native.HiddenCapture, n_rows: int, start_position: int, *, deferred: bool = False
+    ) -> None:
+        """`append_context` with the first n_rows rows that a capture holds, without a copy through Python.
+
+        deferred: they are computed with the next draft, or when 128 have come together.
+        """
+        self._native.append_captured(capture, 0, n_rows, start_position, deferred)
+
+    def flush(self) -> None:
+        """Compute the deferred rows now."""
+        self._native.flush()
 
     def draft(self, anchor_token: int, n: int, *, window: str | None = None, return_logits: bool = False) -> DraftBlock:
         """Propose the n tokens after the anchor (the newest token, at `.position`). Changes no state.

@@ -230,8 +230,9 @@ class SpecSession(llama_cpp.Llama):
             self._turn = None
 
     @property
-    def _drafting(self) -> bool:
-        return self.depth.largest > 0
+    def _capturing(self) -> bool:
+        """Whether hidden rows are wanted now. A draft needs those of one window: far from the next one, none are."""
+        return self.depth.plain_ahead < self._drafter.config.sliding_window
 
     def _checked(self, tokens: Sequence[int]) -> NDArray[np.intc]:
         try:
@@ -267,7 +268,7 @@ class SpecSession(llama_cpp.Llama):
 
         Rows are evaluated again where something was lost on the way back (see Evaluation): nothing is lost silently.
         """
-        capture = self._drafting if capture is None else capture
+        capture = self._capturing if capture is None else capture
         end = len(tokens)
         if end > self._limit:
             raise ConfigError(f"{end} tokens exceed the context window of {self._limit}")
@@ -370,7 +371,7 @@ class SpecSession(llama_cpp.Llama):
         differs = np.flatnonzero(self.input_ids[:n] != prompt[:n])
         shared = int(differs[0]) if len(differs) else n
         logits_ready = not self._requires_eval and self._target.position == self.n_tokens == shared == len(prompt)
-        if logits_ready and (not self._drafting or self._evaluation.drafter_holds(shared, shared)):
+        if logits_ready and (not self._capturing or self._evaluation.drafter_holds(shared, shared)):
             return
         self._evaluate(prompt, keep=shared)
 
@@ -391,15 +392,19 @@ class SpecSession(llama_cpp.Llama):
     # -- steps of a round (see rounds.py) ---------------------------------------------------------------------------
 
     def draft(self, anchor: int, wanted: int | None) -> list[int]:
-        """Drafts for the next round; none when only one token is wanted or the context is nearly full."""
+        """Drafts for the next round; none when only one token is wanted, the context is nearly full, or the drafter has
+        not yet seen a whole window since drafting was paused."""
         n = min(self.depth.now, self._limit - self.n_tokens - 1)
         if wanted is not None:
             n = min(n, wanted - 1)
-        if n <= 0:
+        if n <= 0 or not self._evaluation.drafter_holds(self.n_tokens, self.n_tokens):
             return []
         began = perf_counter()
+        self._drafter.flush()
+        flushed = perf_counter()
         tokens = self._drafter.draft(anchor, n, window=self._window).tokens.tolist()
-        self.counters.draft_ms += (perf_counter() - began) * 1e3
+        self.counters.capture_ms += (flushed - began) * 1e3
+        self.counters.draft_ms += (perf_counter() - flushed) * 1e3
         return tokens
 
     def check_proposal(self, tokens: Sequence[int]) -> list[int]:
@@ -408,14 +413,14 @@ class SpecSession(llama_cpp.Llama):
         return self._checked(tokens)[: max(n, 0)].tolist()
 
     def verify(self, anchor: int, draft: list[int]) -> None:
-        """One target decode of the anchor and the drafts, every row with logits and captured."""
+        """One target decode of the anchor and the drafts, every row with logits and, where wanted, captured."""
         start, rows = self.n_tokens, len(draft) + 1
         if start + rows > self._limit:
             raise DecodeError(f"the context window of {self._limit} tokens is full")
         tokens = np.array([anchor, *draft], dtype=np.intc)
         self.input_ids[start : start + rows] = tokens
         self._requires_eval = True
-        self._capture.enabled = self._drafting
+        self._capture.enabled = self._capturing
         decode_ms, callback_ms = self._target.decode_ms, self._capture.ms
         self._target.decode(tokens, all_logits=True)
         self.counters.verify_ms += self._target.decode_ms - decode_ms
@@ -429,9 +434,11 @@ class SpecSession(llama_cpp.Llama):
         self._requires_eval = self._target.position != self.n_tokens
         if not self._target.rollback(self.n_tokens):
             self._evaluate(self._input_ids.copy(), keep=0)
-        elif self._drafting:
+        elif self._capture.enabled:
             began = perf_counter()
-            self._drafter.append_captured(self._capture, n_rows, start)
+            if self._drafter.position != start:  # nothing was captured for a while: begin again
+                self._drafter.reset()
+            self._drafter.append_captured(self._capture, n_rows, start, deferred=True)
             self.counters.capture_ms += (perf_counter() - began) * 1e3
 
     def owned_by(self, turn: object) -> bool:
