@@ -3,6 +3,7 @@
 #include "capture/hidden_capture.h"
 #include "dflash/drafter.h"
 #include "error.h"
+#include "pflash/bindings.h"
 
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
@@ -44,6 +45,8 @@ const char *python_class(ErrorKind kind) {
         return "RollbackError";
     case ErrorKind::memory:
         return "OutOfMemoryError";
+    case ErrorKind::scorer:
+        return "ScorerError";
     }
     return "LagunaError";
 }
@@ -223,4 +226,5 @@ PYBIND11_MODULE(_native, m) {
     laguna::bind_gguf(m);
     bind_capture(m);
     bind_drafter(m);
+    laguna::bind_pflash(m);
 }

@@ -27,3 +27,19 @@ def tiny_drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("drafter") / "tiny-dflash"
     write_drafter_dir(path, seed=2)
     return path
+
+
+@pytest.fixture(scope="session")
+def qwen35(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random f32 Qwen3.5 drafter of 17 blocks: block 16 stands behind the scoring block."""
+    from random_drafter import write_drafter
+
+    return write_drafter(tmp_path_factory.mktemp("qwen35") / "tiny-qwen35.gguf")
+
+
+@pytest.fixture(scope="session")
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random f32 Qwen3 drafter of 15 blocks."""
+    from random_drafter import TINY_QWEN3, write_drafter
+
+    return write_drafter(tmp_path_factory.mktemp("qwen3") / "tiny-qwen3.gguf", TINY_QWEN3)

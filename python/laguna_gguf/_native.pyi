@@ -121,3 +121,64 @@ class Drafter:
     def reset(self) -> None: ...
     def memory(self) -> dict[str, int]:
         """Bytes by use: weights, context_cache, compute."""
+
+class TokenStore:
+    """What a scoring session keeps of every token: NoPE keys and the segment probe's values before its convolution."""
+
+    n_tokens: int
+    n_bytes: int
+    def truncate(self, n_tokens: int) -> None:
+        """Forget tokens n_tokens... ; no effect when there are not as many."""
+    def keys(self) -> NDArray[np.float32]:
+        """Copy [n_tokens, n_head_kv, head_dim]."""
+    def probe(self) -> NDArray[np.float32]:
+        """Copy [n_tokens, n_outputs]; 0 outputs without a probe, 2 with a sub-unit head."""
+
+class Block15Scorer:
+    """Attention without RoPE of query rows over all tokens, with the projections of the block behind the tap."""
+
+    def __init__(
+        self,
+        config: dict[str, Any],
+        weights: dict[str, NDArray[np.float32]],
+        probe: dict[str, Any] | None,
+        n_threads: int,
+        device: str = "",
+    ) -> None:
+        """config: n_embd, n_head, n_head_kv, head_dim, norm_eps. weights: attn_norm, attn_q (query rows only), attn_k,
+        attn_q_norm, attn_k_norm. probe: norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight [n_outputs, n_hidden],
+        fc2_bias [n_outputs], norm_eps, gelu_erf. All float32, matrices [n_out, n_in]; copied."""
+    def new_store(self) -> TokenStore: ...
+    def append(self, taps: NDArray[np.float32], store: TokenStore) -> None:
+        """taps [n, n_embd] of the next n tokens."""
+    def append_captured(self, capture: HiddenCapture, store: TokenStore) -> None:
+        """The same from the rows that a capture of one layer holds, without a copy to Python."""
+    def mass(
+        self, store: TokenStore, windows: Sequence[tuple[NDArray[np.float32], Sequence[tuple[int, int]]]]
+    ) -> NDArray[np.float64]:
+        """[n_windows, n_tokens]: mean over heads and rows of each window's attention, 0 where it may not look.
+
+        A window is (taps [n_rows, n_embd], ascending ranges of tokens it may see). ScorerError when a value is not
+        finite. Tiled over the tokens: memory does not grow with rows x tokens."""
+    def memory(self) -> dict[str, int]:
+        """Bytes by use: weights, compute."""
+
+class AttentionCapture:
+    """llama.cpp eval callback that copies the keys (as f16) of all tokens and the queries of one window, by layer.
+
+    The graph ends behind the last wanted layer's keys and queries."""
+
+    def __init__(self, layers: Sequence[int], n_head: int, n_head_kv: int, head_dim: int, rotated: bool) -> None:
+        """rotated: after RoPE; False: before it."""
+    callback_address: int
+    user_data_address: int
+    enabled: bool
+    n_bytes: int
+    def begin(self, query_begin: int, query_end: int) -> None:
+        """Forget everything; the queries of these positions are wanted."""
+    def next_batch(self) -> None:
+        """Call before each micro-batch."""
+
+def running_max(capture: AttentionCapture, n_threads: int, device: str = "") -> NDArray[np.float32]:
+    """Importance [n_tokens] from captured keys and queries: causal softmax by layer, maximum over heads and layers,
+    mean over query rows, centred average over 13 tokens. ScorerError when a value is not finite."""

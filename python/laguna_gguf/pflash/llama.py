@@ -1,0 +1,347 @@
+"""A drafter in llama.cpp: its model and vocabulary, and contexts of several sequences that decode with a callback.
+
+llama_cpp's low-level functions, because `llama_cpp.Llama` has one sequence, one context and arrays for logits, none of
+which fits here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import multiprocessing
+import os
+import weakref
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import llama_cpp
+import numpy as np
+from numpy.typing import NDArray
+
+from laguna_gguf import _native
+from laguna_gguf.errors import CheckpointError, ConfigError, DecodeError, OutOfMemoryError
+from laguna_gguf.llama_arguments import check_llama_keywords
+
+_PARTIAL = 1  # LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY: recurrent state without the attention cache
+_CONTEXT_STEP = 2048
+_ALL_LAYERS = 0x7FFFFFFF
+
+
+class EvalCallback(Protocol):
+    """A native eval callback."""
+
+    @property
+    def callback_address(self) -> int: ...
+    @property
+    def user_data_address(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class LlamaOptions:
+    """Keywords of `llama_cpp.Llama` that mean something for a drafter, with Llama's defaults.
+
+    Except n_ctx, which is not set: the context then grows with the prompts.
+    """
+
+    n_ctx: int = 0
+    n_batch: int = 512
+    n_ubatch: int = 512
+    n_threads: int | None = None
+    n_threads_batch: int | None = None
+    n_gpu_layers: int = 0
+    split_mode: int = llama_cpp.LLAMA_SPLIT_MODE_LAYER
+    main_gpu: int = 0
+    tensor_split: list[float] | None = None
+    use_mmap: bool = True
+    use_mlock: bool = False
+    offload_kqv: bool = True
+    flash_attn: bool = False
+    op_offload: bool | None = None
+    rope_freq_base: float = 0.0
+    rope_freq_scale: float = 0.0
+    type_k: int | None = None
+    type_v: int | None = None
+    verbose: bool = False
+
+    @classmethod
+    def from_keywords(cls, keywords: dict[str, Any]) -> LlamaOptions:
+        """ConfigError, naming the keyword, for values and keywords that do not work."""
+        check_llama_keywords(keywords)
+        unknown = set(keywords) - set(cls.__dataclass_fields__)
+        if unknown:
+            raise ConfigError(
+                f"{', '.join(sorted(unknown))}: not a setting of a drafter; known are "
+                f"{', '.join(cls.__dataclass_fields__)}"
+            )
+        try:
+            options = cls(**keywords)
+            options._fill_model(llama_cpp.llama_model_default_params())
+            options._fill_context(llama_cpp.llama_context_default_params())
+        except (TypeError, ValueError, ctypes.ArgumentError) as error:
+            raise ConfigError(f"a setting of the drafter has the wrong type: {error}") from error
+        return options
+
+    @property
+    def rows(self) -> int:
+        """Tokens of a micro-batch."""
+        return min(self.n_batch, self.n_ubatch)
+
+    @property
+    def threads(self) -> int:
+        return self.n_threads_batch or multiprocessing.cpu_count()
+
+    def model_params(self) -> Any:
+        return self._fill_model(llama_cpp.llama_model_default_params())
+
+    def context_params(self) -> Any:
+        return self._fill_context(llama_cpp.llama_context_default_params())
+
+    def _fill_model(self, params: Any) -> Any:
+        params.n_gpu_layers = _ALL_LAYERS if self.n_gpu_layers == -1 else self.n_gpu_layers
+        params.split_mode = self.split_mode
+        params.main_gpu = self.main_gpu
+        if self.tensor_split is not None:
+            if len(self.tensor_split) > llama_cpp.LLAMA_MAX_DEVICES:
+                raise ValueError(f"tensor_split has more than {llama_cpp.LLAMA_MAX_DEVICES} entries")
+            params.tensor_split = (ctypes.c_float * llama_cpp.LLAMA_MAX_DEVICES)(*self.tensor_split)
+        if self.use_mlock:
+            mode = llama_cpp.LLAMA_LOAD_MODE_MMAP_MLOCK if self.use_mmap else llama_cpp.LLAMA_LOAD_MODE_MLOCK
+        else:
+            mode = llama_cpp.LLAMA_LOAD_MODE_MMAP if self.use_mmap else llama_cpp.LLAMA_LOAD_MODE_NONE
+        params.load_mode = mode
+        params.load_mtp = False  # blocks behind the tap are never run
+        return params
+
+    def _fill_context(self, params: Any) -> Any:
+        params.n_batch = params.n_ubatch = self.rows
+        params.n_threads = self.n_threads or max(multiprocessing.cpu_count() // 2, 1)
+        params.n_threads_batch = self.threads
+        params.offload_kqv = self.offload_kqv
+        params.flash_attn_type = (
+            llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED if self.flash_attn else llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        )
+        params.rope_freq_base = self.rope_freq_base
+        params.rope_freq_scale = self.rope_freq_scale
+        if self.op_offload is not None:
+            params.op_offload = self.op_offload
+        if self.type_k is not None:
+            params.type_k = self.type_k
+        if self.type_v is not None:
+            params.type_v = self.type_v
+        return params
+
+
+class LlamaModel:
+    """A loaded drafter: weights and vocabulary."""
+
+    def __init__(self, path: str | os.PathLike[str], options: LlamaOptions) -> None:
+        """CheckpointError when llama.cpp refuses the file."""
+        self.path = path
+        self.options = options
+        llama_cpp.llama_backend_init()
+        # as Llama(verbose=...) does: llama_cpp's log handler goes by the level of this logger
+        logging.getLogger("llama-cpp-python").setLevel(logging.DEBUG if options.verbose else logging.ERROR)
+        self._model = llama_cpp.llama_model_load_from_file(os.fsencode(path), options.model_params())
+        if not self._model:
+            raise CheckpointError(f"llama.cpp cannot load {path}; verbose=True shows its reasons")
+        self._finalizer = weakref.finalize(self, llama_cpp.llama_model_free, self._model)
+        self._vocab = llama_cpp.llama_model_get_vocab(self._model)
+        self.n_vocab: int = llama_cpp.llama_vocab_n_tokens(self._vocab)
+        self.is_recurrent = bool(
+            llama_cpp.llama_model_is_hybrid(self._model) or llama_cpp.llama_model_is_recurrent(self._model)
+        )
+
+    @property
+    def handle(self) -> Any:
+        """The llama_model pointer."""
+        if not self._finalizer.alive:
+            raise DecodeError("the drafter is closed")
+        return self._model
+
+    @property
+    def device(self) -> str:
+        """Registry name of the device that holds the output matrix."""
+        return _native.output_device(ctypes.cast(self.handle, ctypes.c_void_p).value or 0)
+
+    def close(self) -> None:
+        self._finalizer()
+
+    def tokenize(self, text: str | bytes) -> NDArray[np.int32]:
+        """Token ids int32 [n]; control tokens are recognised, nothing is added."""
+        self.handle  # noqa: B018  (raises when closed)
+        data = text.encode("utf-8", "surrogateescape") if isinstance(text, str) else bytes(text)
+        if len(data) >= 2**31:
+            raise ConfigError(f"the text has {len(data)} bytes; at most 2^31 - 1 can be tokenized")
+        tokens = (llama_cpp.llama_token * (len(data) + 1))()
+        n = llama_cpp.llama_tokenize(self._vocab, data, len(data), tokens, len(tokens), False, True)
+        if n < 0:  # more tokens than bytes: a vocabulary that adds something
+            tokens = (llama_cpp.llama_token * -n)()
+            n = llama_cpp.llama_tokenize(self._vocab, data, len(data), tokens, len(tokens), False, True)
+        if n < 0:
+            raise DecodeError("llama.cpp cannot tokenize the text")
+        return np.ctypeslib.as_array(tokens)[:n].astype(np.int32)
+
+    def detokenize_bytes(self, ids: NDArray[np.int32]) -> bytes:
+        """UTF-8 bytes of tokens, control tokens written out; may begin or end inside a character."""
+        self.handle  # noqa: B018
+        tokens = np.ascontiguousarray(ids, dtype=np.int32)
+        size = 16 * len(tokens) + 64
+        while True:
+            buffer = ctypes.create_string_buffer(size)
+            pointer = tokens.ctypes.data_as(ctypes.POINTER(llama_cpp.llama_token))
+            n = llama_cpp.llama_detokenize(self._vocab, pointer, len(tokens), buffer, size, False, True)
+            if n >= 0:
+                return buffer.raw[:n]
+            size = -n
+
+    def check_ids(self, ids: Any) -> NDArray[np.int32]:
+        """Token ids as int32 [n], n >= 1; ConfigError otherwise."""
+        try:
+            array = np.asarray(ids if isinstance(ids, np.ndarray) else list(ids))
+        except (TypeError, ValueError, OverflowError) as error:
+            raise ConfigError(f"ids are {type(ids).__name__}; needed a sequence of token ids") from error
+        if array.size == 0:
+            raise ConfigError("the prompt is empty; needed at least one token")
+        if array.ndim != 1 or array.dtype.kind not in "iu":
+            raise ConfigError(f"ids are {array.dtype} {list(array.shape)}; needed integers [n]")
+        if not (array.min() >= 0 and array.max() < self.n_vocab):
+            raise ConfigError(f"token ids must lie in 0..{self.n_vocab - 1}; found {array.min()}..{array.max()}")
+        return np.ascontiguousarray(array, dtype=np.int32)
+
+
+class LlamaContext:
+    """Sequences of tokens in llama.cpp's memory, decoded one micro-batch at a time with an eval callback.
+
+    Without a configured n_ctx the memory grows with the prompts, up to `limit`, by making a new context; sequences are
+    carried over. Never reads logits.
+    """
+
+    def __init__(self, model: LlamaModel, callback: EvalCallback, n_sequences: int, limit: int) -> None:
+        """limit: the longest prompt, in tokens, where n_ctx is not set."""
+        self._model, self._callback, self.n_sequences = model, callback, n_sequences
+        options = model.options
+        self.limit = options.n_ctx or limit
+        self.rows = min(options.rows, self.limit)
+        self.positions = [0] * n_sequences
+        """Tokens evaluated, by sequence."""
+        self._n_ctx = 0
+        self._context: Any = None
+        self._free: Any = weakref.finalize(self, lambda: None)
+        self._batch = llama_cpp.llama_batch_init(self.rows, 0, 1)
+        self._free_batch = weakref.finalize(self, llama_cpp.llama_batch_free, self._batch)
+        self._tokens = np.ctypeslib.as_array(self._batch.token, (self.rows,))
+        self._batch_positions = np.ctypeslib.as_array(self._batch.pos, (self.rows,))
+        np.ctypeslib.as_array(self._batch.logits, (self.rows,))[:] = 0
+        if options.n_ctx:
+            self.reserve(options.n_ctx)
+
+    @property
+    def _memory(self) -> Any:
+        return llama_cpp.llama_get_memory(self._context)
+
+    def close(self) -> None:
+        self._free()
+        self._free_batch()
+        self._context = None
+
+    def reserve(self, n_tokens: int) -> None:
+        """Make room for sequences of n_tokens. ConfigError beyond `limit`; OutOfMemoryError leaves all as it was."""
+        if not self._free_batch.alive:
+            raise DecodeError("the drafter is closed")
+        if n_tokens > self.limit:
+            raise ConfigError(f"{n_tokens} tokens exceed the drafter's context of {self.limit}")
+        if n_tokens <= self._n_ctx:
+            return
+        n_ctx = self._n_ctx or _CONTEXT_STEP
+        while n_ctx < n_tokens:
+            n_ctx *= 2
+        n_ctx = min(n_ctx, self.limit)
+        context = self._new_context(n_ctx)
+        finalizer = weakref.finalize(self, llama_cpp.llama_free, context)
+        kept = [self._copied(context, sequence) for sequence in range(self.n_sequences)]
+        self._free()
+        self._context, self._free, self._n_ctx = context, finalizer, n_ctx
+        self.positions = [position if whole else 0 for position, whole in zip(self.positions, kept, strict=True)]
+        for sequence, whole in enumerate(kept):
+            if not whole:
+                self.clear(sequence)
+
+    def _new_context(self, n_ctx: int) -> Any:
+        params = self._model.options.context_params()
+        params.n_ctx = n_ctx * self.n_sequences
+        params.n_seq_max = params.n_outputs_max = self.n_sequences
+        params.kv_unified = False
+        address = self._callback.callback_address
+        params.cb_eval = ctypes.cast(address, llama_cpp.llama_cpp.ggml_backend_sched_eval_callback)
+        params.cb_eval_user_data = self._callback.user_data_address
+        context = llama_cpp.llama_init_from_model(self._model.handle, params)
+        if not context:
+            raise OutOfMemoryError(
+                f"llama.cpp cannot make a context of {self.n_sequences} sequences of {n_ctx} tokens (no memory, or "
+                "settings that do not go together); a smaller n_ctx or fewer sessions need less"
+            )
+        return context
+
+    def _copied(self, context: Any, sequence: int) -> bool:
+        """Carry a sequence over to a new context."""
+        if not self.positions[sequence]:
+            return True
+        size = llama_cpp.llama_state_seq_get_size(self._context, sequence)
+        state = (ctypes.c_uint8 * size)()
+        return (
+            size > 0
+            and llama_cpp.llama_state_seq_get_data(self._context, state, size, sequence) == size
+            and llama_cpp.llama_state_seq_set_data(context, state, size, sequence) > 0
+        )
+
+    def decode(self, sequence: int, tokens: NDArray[np.int32]) -> None:
+        """Evaluate at most `rows` tokens at the sequence's position. On any failure the sequence is emptied."""
+        n, start = len(tokens), self.positions[sequence]
+        self._batch.n_tokens = n
+        self._tokens[:n] = tokens
+        self._batch_positions[:n] = np.arange(start, start + n)
+        for i in range(n):
+            self._batch.n_seq_id[i] = 1
+            self._batch.seq_id[i][0] = sequence
+        code = None
+        try:
+            code = llama_cpp.llama_decode(self._context, self._batch)
+        finally:
+            if code != 0:
+                self.clear(sequence)
+        if code != 0:
+            why = {1: "the context has no free cells", 2: "aborted"}.get(code, "see llama.cpp's log")
+            raise DecodeError(f"llama_decode returned {code} for {n} tokens at position {start}: {why}")
+        self.positions[sequence] = start + n
+
+    def clear(self, sequence: int) -> None:
+        """Forget a sequence."""
+        self.positions[sequence] = 0
+        if self._context is not None:
+            llama_cpp.llama_memory_seq_rm(self._memory, sequence, -1, -1)
+
+    def save(self, sequence: int) -> bytes | None:
+        """What it takes to come back to the present position: the recurrent state, None for models without one."""
+        if not self._model.is_recurrent or self.positions[sequence] == 0:
+            return None
+        size = llama_cpp.llama_state_seq_get_size_ext(self._context, sequence, _PARTIAL)
+        state = (ctypes.c_uint8 * size)()
+        written = llama_cpp.llama_state_seq_get_data_ext(self._context, state, size, sequence, _PARTIAL)
+        if written != size or size == 0:
+            raise DecodeError(f"llama.cpp saved {written} of {size} bytes of a recurrent state")
+        return bytes(state)
+
+    def restore(self, sequence: int, position: int, state: bytes | None) -> None:
+        """Take a sequence back to `position`, where `state` was saved. DecodeError empties it."""
+        if position == 0:
+            self.clear(sequence)
+            return
+        done = True
+        if state is not None:
+            buffer = (ctypes.c_uint8 * len(state)).from_buffer_copy(state)
+            done = llama_cpp.llama_state_seq_set_data_ext(self._context, buffer, len(state), sequence, _PARTIAL) > 0
+        done = done and llama_cpp.llama_memory_seq_rm(self._memory, sequence, position, -1)
+        if not done or llama_cpp.llama_memory_seq_pos_max(self._memory, sequence) != position - 1:
+            self.clear(sequence)
+            raise DecodeError(f"llama.cpp could not take a sequence back to token {position}")
+        self.positions[sequence] = position
