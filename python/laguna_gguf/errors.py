@@ -29,6 +29,10 @@ class DecodeError(LagunaError, RuntimeError):
     """llama.cpp refused or failed to evaluate tokens."""
 
 
+class UnsupportedError(LagunaError, NotImplementedError):
+    """Something that llama_cpp.Llama does and a speculative session does not; NotImplementedError is a RuntimeError."""
+
+
 class SessionBusyError(LagunaError, RuntimeError):
     """A generator was continued after another call had taken over its session."""
 

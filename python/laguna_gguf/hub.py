@@ -8,7 +8,6 @@
 Only `hf://` uses the network, through huggingface_hub (extra `hub`) with its cache, login and offline mode.
 """
 
-import os
 import re
 from os import PathLike
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 from laguna_gguf.errors import CheckpointError, ConfigError
+from laguna_gguf.paths import path_argument
 
 # One slash is enough: pathlib makes "hf:/" of "hf://".
 _SCHEME = re.compile(r"hf:/{1,2}(?!/)")
@@ -73,7 +73,7 @@ def resolve(source: str | PathLike[str]) -> Path:
     """
     if is_hub_source(source):
         return _download(parse_source(source))
-    path = Path(source)
+    path = Path(path_argument("source", source))
     try:
         if _is_repository(path) and (path / "snapshots").is_dir():
             return _content(_snapshot(path), str(path))
@@ -87,7 +87,7 @@ def resolve(source: str | PathLike[str]) -> Path:
 
 
 def _text(source: str | PathLike[str]) -> str:
-    text = os.fspath(source)
+    text = path_argument("source", source)
     return text.replace("\\", "/") if text.startswith("hf:") else text
 
 

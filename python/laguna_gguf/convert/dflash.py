@@ -22,6 +22,7 @@ from laguna_gguf.dflash.gguf_config import DIALECT_A
 from laguna_gguf.dflash.names import is_norm
 from laguna_gguf.errors import CheckpointError, ConfigError, TargetMismatchError
 from laguna_gguf.hub import model_name
+from laguna_gguf.paths import path_argument
 
 _QUANTIZATION_VERSION = 2
 _MASK_KEY = "tokenizer.ggml.mask_token_id"
@@ -82,7 +83,7 @@ def convert(
 ) -> dict[str, Any]:
     """`convert_dflash` with a progress callback, for the command."""
     asked = find_outtype(outtype)
-    out_path = Path(outfile)
+    out_path = Path(path_argument("outfile", outfile))
     check_outfile(out_path, directory=asked is None)
     job = _prepare(read_checkpoint(source), out_path, asked, target)
     checkpoint, tensors = job.checkpoint, job.tensors
@@ -172,7 +173,7 @@ def _counted(progress: ProgressBar | None, total: int) -> Callable[[int], None] 
 
 
 def _checked_target(checkpoint: Checkpoint, target_path: str | PathLike[str]) -> Target:
-    target = read_target(target_path)
+    target = read_target(path_argument("target", target_path))
     try:
         checkpoint.config.validate_target(target.n_layer, target.n_embd, target.n_vocab)
     except TargetMismatchError as error:

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 from laguna_gguf.dflash.families import FAMILIES, family_of_config
 from laguna_gguf.errors import CheckpointError, ConfigError, TargetMismatchError
+from laguna_gguf.paths import path_argument
 
 ARCHITECTURE = "DFlashLagunaForCausalLM"
 MODEL_TYPE = "laguna"
@@ -135,7 +136,7 @@ class DrafterConfig:
         """Read the metadata of a drafter GGUF of any dialect (CheckpointError for a damaged file, ConfigError)."""
         from laguna_gguf.dflash.gguf_config import open_gguf, parse_gguf_config
 
-        return parse_gguf_config(open_gguf(path)).config
+        return parse_gguf_config(open_gguf(path_argument("path", path))).config
 
     def validate_target(self, n_layer: int, n_embd: int, n_vocab: int) -> None:
         """Raise TargetMismatchError unless a target of this shape is the one the drafter was trained on."""
@@ -214,7 +215,7 @@ def parse_config(source: str | PathLike[str] | Mapping[str, Any]) -> tuple[Draft
     """Returns the configuration and the defaults that were filled in (field -> value)."""
     if isinstance(source, Mapping):
         return _parse_fields(source)
-    path = Path(source)
+    path = Path(path_argument("source", source))
     path = path / "config.json" if path.is_dir() else path
     data = read_json(path)
     try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from laguna_gguf.dflash.checkpoint import Checkpoint, read_checkpoint
 from laguna_gguf.dflash.config import DrafterConfig
 from laguna_gguf.dflash.target import HasModel, TargetModel, model_address, model_shape
 from laguna_gguf.errors import ConfigError, RollbackError, TargetMismatchError
+from laguna_gguf.paths import path_argument
 
 if TYPE_CHECKING:
     from llama_cpp import Llama
@@ -177,10 +177,11 @@ def load_drafter(
     output head. The drafter's weights lie on the device of the target's output head (CPU without a target).
     Raises CheckpointError, ConfigError, TargetMismatchError.
     """
-    checkpoint = read_checkpoint(Path(path))
+    checkpoint = read_checkpoint(path)
     if target is None:
         return Drafter(checkpoint, n_threads=n_threads)
-    model: HasModel = TargetModel(target) if isinstance(target, (str, os.PathLike)) else target
+    is_model = hasattr(target, "model")
+    model: HasModel = target if is_model else TargetModel(path_argument("target", target))  # type: ignore[assignment]
     checkpoint.config.validate_target(*model_shape(model.model))
     drafter = Drafter(checkpoint, n_threads=n_threads, device=_native.output_device(model_address(model.model)))
     drafter.bind_target(model)

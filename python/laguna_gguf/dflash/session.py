@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import inspect
+import math
 import os
 import threading
 from collections.abc import Generator, Sequence
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -16,13 +16,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from laguna_gguf import _native
-from laguna_gguf.dflash.arguments import Closed, check_llama_keywords, micro_batch
+from laguna_gguf.dflash.arguments import (
+    Closed,
+    check_chat_handler,
+    check_keywords_allowed,
+    check_keywords_known,
+    check_llama_keywords,
+    micro_batch,
+    token_ids,
+)
 from laguna_gguf.dflash.checkpoint import read_checkpoint
 from laguna_gguf.dflash.depth import make_depth
 from laguna_gguf.dflash.drafter import WINDOWS, Drafter
 from laguna_gguf.dflash.evaluation import Evaluation
 from laguna_gguf.dflash.health import AcceptanceWatch
 from laguna_gguf.dflash.rounds import run_rounds
+from laguna_gguf.dflash.sampling import Callbacks, JoinedProcessors, SafeSampler, check_grammar, check_logit_bias
 from laguna_gguf.dflash.stats import Counters, SpecStats
 from laguna_gguf.dflash.synthetic import SyntheticStats, acceptance_probability, make_synthetic
 from laguna_gguf.dflash.target import TargetContext, check_target_file, model_address, model_shape
@@ -32,7 +41,9 @@ from laguna_gguf.errors import (
     DecodeError,
     LagunaError,
     SessionBusyError,
+    UnsupportedError,
 )
+from laguna_gguf.paths import path_argument
 
 
 class SpecSession(llama_cpp.Llama):
@@ -78,14 +89,14 @@ class SpecSession(llama_cpp.Llama):
         for name, value in reserved.items():
             if value is not None:
                 raise ConfigError(f"{name}={value!r} is not available in this release; leave it at its default")
-        for name in ("draft_model", "embedding", "vocab_only"):
-            if llama_kwargs.get(name):
-                raise ConfigError(f"{name} cannot be combined with speculative decoding; use llama_cpp.Llama for that")
+        check_keywords_known(llama_kwargs, inspect.signature(SpecSession).parameters)
+        check_keywords_allowed(llama_kwargs)
         check_llama_keywords(llama_kwargs)
         if window not in WINDOWS:
             raise ConfigError(f"window is {window!r}; needed one of {', '.join(WINDOWS)}")
+        model_path = path_argument("model_path", model_path)
         check_target_file(model_path)
-        checkpoint = read_checkpoint(Path(draft_model_path))
+        checkpoint = read_checkpoint(path_argument("draft_model_path", draft_model_path))
         config = checkpoint.config
         self._window = window
         planned = make_depth(
@@ -99,7 +110,7 @@ class SpecSession(llama_cpp.Llama):
             self._capture.callback_address, llama_cpp.llama_cpp.ggml_backend_sched_eval_callback
         )
         try:
-            super().__init__(os.fspath(model_path), **llama_kwargs)
+            super().__init__(model_path, **llama_kwargs)
         except ValueError as error:
             kind = ConfigError if hasattr(self, "_model") else CheckpointError
             raise kind(f"llama.cpp refused {model_path} or its settings: {error}") from error
@@ -149,6 +160,16 @@ class SpecSession(llama_cpp.Llama):
         params.cb_eval = self._eval_callback
         params.cb_eval_user_data = self._capture.user_data_address
         self._context_params = params
+
+    @property
+    def chat_handler(self) -> Any:
+        """As Llama's. Raises ConfigError for a multimodal handler."""
+        return self._chat_handler
+
+    @chat_handler.setter
+    def chat_handler(self, handler: Any) -> None:
+        check_chat_handler(handler)
+        self._chat_handler = handler
 
     @property
     def drafter(self) -> Drafter:
@@ -209,14 +230,28 @@ class SpecSession(llama_cpp.Llama):
         self._drafter.reset()
 
     def load_state(self, state: llama_cpp.LlamaState) -> None:
-        """Restore a saved state; the drafter's context is rebuilt when it is next needed."""
+        """Restore a state that a session or a Llama with this model and context size saved.
+
+        The drafter's context is rebuilt when it is next needed. Raises ConfigError or DecodeError for a state that does
+        not fit; the session is empty then.
+        """
         self._check_open()
         self._check_thread()
-        super().load_state(state)
-        self._fit_arrays()
         self._turn = None
-        self._target.restored(self.n_tokens)
         self._drafter.reset()
+        self._target.clear()  # a state that holds less than it says must not be completed by what was here before
+        try:
+            super().load_state(state)
+            self._fit_arrays()
+            tokens = self._checked(self._input_ids)
+            if not self._target.restored(len(tokens)):
+                self._evaluate(tokens, keep=0)
+        except Exception as error:
+            self.reset()
+            if isinstance(error, LagunaError):
+                raise
+            kind = DecodeError if isinstance(error, RuntimeError) else ConfigError
+            raise kind(f"the state is not one of this model and context size: {error}") from error
 
     def eval(self, tokens: Sequence[int]) -> None:
         """Evaluate tokens after the current ones. Raises ConfigError when they do not fit in the context."""
@@ -229,21 +264,38 @@ class SpecSession(llama_cpp.Llama):
         finally:
             self._turn = None
 
+    def sample(self, *args: Any, **kwargs: Any) -> int:
+        """As Llama.sample; the last token is evaluated again where its logits are gone.
+
+        Raises DecodeError for an `idx` whose logits are not those of the last decode, and for an empty session.
+        """
+        self._check_open()
+        self._claim()
+        try:
+            if self.n_tokens == 0:
+                raise DecodeError("no token is evaluated yet; eval() a prompt before sample()")
+            if self._requires_eval or self._target.position != self.n_tokens:
+                self._evaluate(self._input_ids.copy(), keep=self.n_tokens)
+            last = self.n_tokens - 1
+            first = last + 1 - self._target.n_logits
+            idx = inspect.signature(super().sample).bind(*args, **kwargs).arguments.get("idx")
+            if idx is not None and not first <= idx <= last:
+                raise DecodeError(f"idx is {idx}; the last decode left the logits of positions {first}..{last}")
+            return super().sample(*args, **kwargs)
+        finally:
+            self._turn = None
+
+    def embed(self, *args: Any, **kwargs: Any) -> Any:
+        """Not in a session: raises UnsupportedError, as does create_embedding."""
+        raise UnsupportedError("a SpecSession does not embed; use a llama_cpp.Llama(..., embedding=True) beside it")
+
     @property
     def _capturing(self) -> bool:
         """Whether hidden rows are wanted now. A draft needs those of one window: far from the next one, none are."""
         return self.depth.plain_ahead < self._drafter.config.sliding_window
 
     def _checked(self, tokens: Sequence[int]) -> NDArray[np.intc]:
-        try:
-            array = np.asarray(tokens if isinstance(tokens, np.ndarray) else list(tokens))
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"tokens are {type(tokens).__name__}; needed a sequence of token ids") from error
-        if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-            raise ConfigError(f"tokens are {array.dtype} {list(array.shape)}; needed a sequence of token ids")
-        if array.size and not (array.min() >= 0 and array.max() < self._n_vocab):
-            raise ConfigError(f"token ids must lie in 0..{self._n_vocab - 1}; found {array.min()}..{array.max()}")
-        return array.astype(np.intc)
+        return token_ids(tokens, self._n_vocab)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -351,7 +403,11 @@ class SpecSession(llama_cpp.Llama):
                 return token
 
             def stop(row: int) -> bool:
-                return stopping_criteria is not None and stopping_criteria(self._input_ids, self._target.logits(row))
+                if stopping_criteria is None:
+                    return False
+                logits = self._target.logits(row)
+                self._scores[-1] = logits  # where Llama._create_completion looks for them after the last token
+                return stopping_criteria(self._input_ids, logits)
 
             if self.synthetic is not None:
                 self.synthetic.seed(self._seed)
@@ -360,6 +416,19 @@ class SpecSession(llama_cpp.Llama):
         finally:
             if self.owned_by(turn):
                 self._turn = None
+
+    def _init_sampler(self, *, logits_processor: Any = None, grammar: Any = None, **settings: Any) -> Any:
+        """Llama's sampler chain. Raises ConfigError for settings that llama.cpp cannot take."""
+        if grammar is not None:
+            check_grammar(self.model, grammar)
+        callbacks = Callbacks(() if logits_processor is None else logits_processor)
+        checked = None if logits_processor is None else llama_cpp.LogitsProcessorList([callbacks])
+        try:
+            chain = super()._init_sampler(logits_processor=checked, grammar=grammar, **settings)
+        except (TypeError, ctypes.ArgumentError) as error:
+            given = ", ".join(f"{name}={value!r}" for name, value in settings.items())
+            raise ConfigError(f"llama.cpp cannot take one of the sampler settings {given} ({error})") from error
+        return chain if checked is None and grammar is None else SafeSampler(chain, callbacks, self._n_vocab)
 
     def _prefill(self, prompt: NDArray[np.intc], reset: bool) -> None:
         """Evaluate the prompt, reusing the longest prefix that is already there."""
@@ -378,10 +447,17 @@ class SpecSession(llama_cpp.Llama):
     def _create_completion(self, *args: Any, **kwargs: Any) -> Any:
         self._check_open()
         bound = inspect.signature(super()._create_completion).bind(*args, **kwargs)
-        limit = bound.arguments.get("max_tokens", 16)
-        self.next_max_tokens = max(limit or 0, 0)
+        given = bound.arguments
+        if not isinstance(given["prompt"], (str, list)):
+            raise ConfigError(f"prompt is {type(given['prompt']).__name__}; needed text or a list of token ids")
+        if given.get("logit_bias") is not None:
+            check_logit_bias(given["logit_bias"], self._n_vocab)
+            if given.get("logits_processor") is not None:
+                given["logits_processor"] = JoinedProcessors(given["logits_processor"])
+        limit = given.get("max_tokens", 16)
+        self.next_max_tokens = math.ceil(limit) if limit is not None and 0 < limit < self._limit else 0
         try:
-            yield from super()._create_completion(*args, **kwargs)
+            yield from super()._create_completion(*bound.args, **bound.kwargs)
         except ValueError as error:
             if self.next_max_tokens is None or isinstance(error, LagunaError):  # generation had begun
                 raise

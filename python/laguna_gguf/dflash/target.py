@@ -8,7 +8,6 @@ import os
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -35,7 +34,7 @@ def check_target_file(path: str | os.PathLike[str]) -> None:
 
     Raises CheckpointError for a missing or damaged file, TargetMismatchError for a drafter or another architecture.
     """
-    if not Path(path).is_file():
+    if not os.path.isfile(path):  # unlike Path.is_file, False for any name that cannot exist
         raise CheckpointError(f"target model not found: {path}; needed a GGUF file")
     file = _native.GgufFile(str(path))
     architecture = file.get("general.architecture")
@@ -110,6 +109,8 @@ class TargetContext:
         self.n_layer = llama_cpp.llama_model_n_layer(llama.model)
         self.position = 0
         """Positions 0..position-1 are in the KV cache."""
+        self.n_logits = 0
+        """Trailing rows of the last decode that have logits."""
         self.decode_ms = 0.0
         """Time in llama_decode so far, the capture callback taken out."""
         self._batch = llama_cpp.llama_batch_init(self.n_batch, 0, 1)
@@ -151,6 +152,7 @@ class TargetContext:
             why = {1: "the context has no free cells", 2: "aborted"}.get(code, "see llama.cpp's log")
             raise DecodeError(f"llama_decode returned {code} for {n} tokens at position {self.position}: {why}")
         self.position += n
+        self.n_logits = 0 if stop else n if all_logits else int(last_logits)
 
     def logits(self, row: int) -> NDArray[np.float32]:
         """Logits [n_vocab] of a flagged row of the last decode, a view that the next decode overwrites."""
@@ -181,10 +183,13 @@ class TargetContext:
         lowest = llama_cpp.llama_memory_seq_pos_min(self._memory, 0)
         return 0 <= lowest <= max(0, position - self.n_swa + 1)  # -1: the sliding layers hold nothing at all
 
-    def restored(self, position: int) -> None:
-        """The KV cache was replaced by a saved one: keep positions below `position`, the only ones that count."""
-        llama_cpp.llama_memory_seq_rm(self._memory, 0, position, -1)
-        self.position = position
+    def restored(self, position: int) -> bool:
+        """The KV cache was replaced by a saved one: keep positions below `position`, the only ones that count.
+
+        False when the cache does not hold them all; the sequence is then only good for clear().
+        """
+        self.position = llama_cpp.llama_memory_seq_pos_max(self._memory, 0) + 1
+        return self.position >= position and self.rollback(position)
 
     def clear(self) -> None:
         """Forget everything."""
