@@ -44,8 +44,14 @@ class TurnSpan:
     """A turn of the chat in tokens; tokens that merged over its edges count as inside."""
 
     role: str
+    """system, developer, user, assistant, tool (output), tool_definitions, or as the template calls it."""
     begin: int
     end: int
+    first_byte: int
+    content_byte: int
+    """Where the content begins, behind the role header."""
+    blank: bool
+    """Whether it says nothing."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +68,8 @@ class QueryPlan:
     """Kept as long as the rest fits, sorted and merged; may overlap `pins`."""
     generation_begin: int | None
     """Token that holds the marker of the assistant turn left open at the end, or None."""
+    generation_byte: int | None
+    """Where that marker begins in the text."""
     suffix_candidates: bool
     """Whether what follows the query is scored instead of kept."""
     rule: str
@@ -169,12 +177,16 @@ class _Chat:
             pins=merge(pins),
             droppable_pins=merge(self._droppable()),
             generation_begin=self._generation_token() if self.generation is not None else None,
+            generation_byte=self.generation,
             suffix_candidates=suffix,
             rule=rule,
             rows=self._rows(rule, query),
             content=self._content(latest) if latest else self.tokens.content(*_stripped(self.raw, 0, len(self.raw))),
             family=self.family,
-            turns=tuple(TurnSpan(turn.role, *self._span(turn)) for turn in self.turns),
+            turns=tuple(
+                TurnSpan(turn.role, *self._span(turn), turn.begin, turn.content_begin, self._blank(turn))
+                for turn in self.turns
+            ),
             history_queries=len(history),
         )
 
