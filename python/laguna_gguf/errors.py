@@ -71,3 +71,16 @@ class ProtocolError(LagunaError, ValueError):
 
 class DaemonError(LagunaError, RuntimeError):
     """The daemon is absent, died or refused."""
+
+
+class RequestError(LagunaError, ValueError):
+    """A request to the server cannot be answered: an HTTP status and an error type as llama-server has them."""
+
+    def __init__(
+        self, message: str, status: int = 400, kind: str = "invalid_request_error", **details: int | str
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.kind = kind
+        self.details = details
+        """Further fields of the error object."""

@@ -43,9 +43,11 @@ def add_prompt(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_sampling(parser: argparse.ArgumentParser) -> None:
+def add_sampling(
+    parser: argparse.ArgumentParser, title: str = "sampling (the target's; drafting changes nothing here)"
+) -> None:
     """--temp and the other settings of the target's sampler."""
-    group = parser.add_argument_group("sampling (the target's; drafting changes nothing here)")
+    group = parser.add_argument_group(title)
     group.add_argument("--temp", type=_at_least_zero, default=0.8, metavar="T", help="0 is greedy; default 0.8")
     group.add_argument("--top-k", type=int, default=40, metavar="N", help="default 40, 0 = off")
     group.add_argument("--top-p", type=_fraction, default=0.95, metavar="P", help="default 0.95, 1 = off")
@@ -61,7 +63,7 @@ def add_runtime(parser: argparse.ArgumentParser) -> None:
         "-c",
         "--ctx-size",
         dest="n_ctx",
-        type=_count,
+        type=count,
         metavar="N",
         help=f"context in tokens; 0: the model's; default: the model's, at most {DEFAULT_CONTEXT}",
     )
@@ -104,7 +106,7 @@ def add_drafting(parser: argparse.ArgumentParser) -> None:
         metavar="N|auto",
         help="most tokens drafted a round; default auto (llama.cpp's default of 3 does not apply)",
     )
-    group.add_argument("--spec-draft-n-min", type=_count, default=0, metavar="N", help="fewest; default 0")
+    group.add_argument("--spec-draft-n-min", type=count, default=0, metavar="N", help="fewest; default 0")
     group.add_argument(
         "--spec-draft-window",
         choices=("per_query", "anchored"),
@@ -167,7 +169,8 @@ def _float(text: str, low: float, high: float, what: str) -> float:
     return value
 
 
-def _count(text: str) -> int:
+def count(text: str) -> int:
+    """argparse type: an integer >= 0."""
     return _int(text, 0, 2**31 - 1, "a number >= 0")
 
 

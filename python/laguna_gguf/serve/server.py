@@ -1,0 +1,103 @@
+"""Running the application: a socket, uvicorn, signals, and the model's thread from start to end."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import uvicorn
+
+from laguna_gguf.errors import ConfigError
+from laguna_gguf.serve.app import create_app
+from laguna_gguf.serve.metrics import Metrics
+from laguna_gguf.serve.protocol import Connection
+from laguna_gguf.serve.session import ServedSession
+from laguna_gguf.serve.settings import Settings
+from laguna_gguf.serve.worker import Worker
+
+logger = logging.getLogger(__name__)
+
+SHUTDOWN_SECONDS = 5
+"""For clients to take the end of their answers."""
+
+JOIN_SECONDS = 30
+"""For the decode in progress, or the loading of a model, which cannot be interrupted."""
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket; port 0 lets the system choose. Raises ConfigError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=128)
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"cannot listen on {host} port {port}: {reason}") from error
+
+
+def address(listener: socket.socket) -> str:
+    """The URL of a listening socket."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class Server(uvicorn.Server):
+    """A uvicorn server with its worker."""
+
+    def __init__(self, load: Callable[[], ServedSession], settings: Settings, *, access_log: bool = False) -> None:
+        """load is called in the model's thread."""
+        metrics = Metrics()
+        self.worker = Worker(load, metrics, settings.limits, self._end)
+        protocol = type("Connection", (Connection,), {"header_seconds": settings.limits.header_seconds})
+        super().__init__(
+            uvicorn.Config(
+                create_app(self.worker, metrics, settings),
+                http=protocol,
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=access_log,
+                server_header=False,
+                timeout_graceful_shutdown=SHUTDOWN_SECONDS,
+            )
+        )
+
+    def serve_forever(self, listener: socket.socket) -> None:
+        """Load the model and answer requests until a signal or `should_exit`. Raises why the model cannot be loaded."""
+        self.worker.start()
+        try:
+            with _quiet_signals():
+                self.run(sockets=[listener])
+        finally:
+            self.worker.stop()
+            if not self.worker.join(JOIN_SECONDS):
+                # The interpreter must not be taken down around a thread that is in llama.cpp.
+                logger.warning("the model is still loading; leaving without it")
+                os._exit(0)
+        if self.worker.error is not None:
+            raise self.worker.error
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self.worker.stop()  # before uvicorn waits for the answers in progress
+        await super().shutdown(sockets)
+
+    def _end(self) -> None:
+        self.should_exit = True
+
+
+@contextmanager
+def _quiet_signals() -> Iterator[None]:
+    """uvicorn raises the signal that ended it once more; here the end is a normal one."""
+    try:
+        before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
+    except ValueError:  # not the main thread: uvicorn does not handle signals there either
+        yield
+        return
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,47 @@
+"""Settings of the server and the limits that clients cannot lift."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a client may use up. Sizes in bytes, times in seconds."""
+
+    body_bytes: int = 16 << 20
+    json_depth: int = 64
+    """Nested objects and arrays in a body."""
+    header_seconds: float = 15.0
+    """For the request line and headers, from the connection or from the last answer on it."""
+    body_seconds: float = 60.0
+    send_seconds: float = 60.0
+    """For a client to take one piece of its answer."""
+    queue: int = 32
+    """Requests that wait for the model while it works on another."""
+    stops: int = 32
+    """Stop strings of a request; every one is looked for after every token."""
+    tools: int = 256
+    top_logprobs: int = 20
+    grammar_bytes: int = 256 << 10
+    grammar_depth: int = 200
+    """Nested parentheses in a grammar: llama.cpp parses them by recursion."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the server was started with."""
+
+    alias: str
+    """The model's name in answers and in /v1/models."""
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    """Keywords of create_completion for what a request leaves open."""
+    seed: int | None = None
+    """For requests without a seed; None: a new one each time."""
+    api_keys: tuple[str, ...] = ()
+    """Any of these opens the server; none: it is open."""
+    cors_origins: tuple[str, ...] = ()
+    """Origins whose pages may call the server; "*" is every one."""
+    limits: Limits = field(default_factory=Limits)
