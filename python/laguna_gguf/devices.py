@@ -26,6 +26,8 @@ const char *       ggml_backend_dev_name(ggml_backend_dev_t device);
 const char *       ggml_backend_dev_description(ggml_backend_dev_t device);
 void               ggml_backend_dev_memory(ggml_backend_dev_t device, size_t * free, size_t * total);
 int                ggml_backend_dev_type(ggml_backend_dev_t device);
+const char *       ggml_version(void);
+const char *       ggml_commit(void);
 """
 
 KINDS = ("cpu", "gpu", "igpu", "accel", "meta")
@@ -69,6 +71,12 @@ def list_devices() -> tuple[Device, ...]:
             )
         )
     return tuple(devices)
+
+
+def ggml_build() -> tuple[str, str]:
+    """(version, commit) of the running ggml."""
+    ffi, _, base = _libraries()
+    return _text(ffi, base.ggml_version()), _text(ffi, base.ggml_commit())
 
 
 def host_memory_free(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int | None:

@@ -1,6 +1,7 @@
 """Command-line arguments that the commands share, under llama.cpp's names and, unless said otherwise, its defaults."""
 
 import argparse
+from collections.abc import Callable
 
 from laguna_gguf.dflash.arguments import CACHE_TYPES
 
@@ -82,7 +83,12 @@ def add_runtime(parser: argparse.ArgumentParser) -> None:
     group.add_argument("-b", "--batch-size", type=positive, default=2048, metavar="N", help="default 2048")
     group.add_argument("-ub", "--ubatch-size", type=positive, default=512, metavar="N", help="default 512")
     group.add_argument(
-        "-fa", "--flash-attn", choices=("on", "off", "auto"), default="auto", help="default auto, which is off here"
+        "-fa",
+        "--flash-attn",
+        type=lambda text: {"0": "off", "1": "on"}.get(text, text),
+        choices=("on", "off", "auto"),
+        default="auto",
+        help="default auto, which is off here",
     )
     for letter in "kv":
         group.add_argument(
@@ -140,8 +146,29 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         parser.error("-md is needed; with --no-draft it may be left out")
     if args.spec_synth_len is not None and args.no_draft:
         parser.error("--spec-synth-len accepts drafts; with --no-draft there are none")
+    check_cache(parser, args)
+
+
+def check_cache(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Refuse a quantised V cache without flash attention, which llama.cpp does not have."""
     if args.cache_type_v not in _UNQUANTISED and args.flash_attn != "on":
         parser.error(f"-ctv {args.cache_type_v} needs -fa on")
+
+
+def numbers(low: int, high: int = 2**31 - 1) -> Callable[[str], tuple[int, ...]]:
+    """argparse type: integers in low..high, separated by commas."""
+    what = f"a list of numbers >= {low}"
+    return lambda text: tuple(_int(part, low, high, what) for part in text.split(","))
+
+
+def depths(text: str) -> tuple[int | str, ...]:
+    """argparse type: draft depths separated by commas, numbers or 'auto'."""
+    return tuple(dict.fromkeys(_draft_max(part) for part in text.split(",")))
+
+
+def temperature(text: str) -> float:
+    """argparse type: a number >= 0."""
+    return _at_least_zero(text)
 
 
 def positive(text: str) -> int:

@@ -15,6 +15,7 @@ from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
+from laguna_gguf.bench.text import repetition
 from laguna_gguf.commands import arguments
 from laguna_gguf.commands.generation import Generation, generate
 from laguna_gguf.commands.output import TokenWriter, console, print_json
@@ -141,12 +142,6 @@ def report(outcomes: Sequence[Outcome]) -> dict[str, Any]:
         "tau": pooled["tau"],
         "speedup": pooled["speedup"],
     }
-
-
-def repetition(tokens: Sequence[int], n: int = 4) -> float:
-    """Share of the n-grams that occurred before. A looping text is easy to draft, so tau means little without this."""
-    grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
-    return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
 
 def _load_prompts() -> list[tuple[str, str]]:
