@@ -21,6 +21,8 @@ _TOKEN_DATA = np.dtype([("id", np.intc), ("logit", np.single), ("p", np.single)]
 _NO_GROUPS = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|#[^\n]*', re.DOTALL)
 """Parts of a grammar in which parentheses do not group: literals, character classes, comments."""
 
+_REPETITION = re.compile(r"\{\s*(\d{1,20})\s*,\s*(\d{1,20})\s*\}")
+
 Processor = Callable[[NDArray[np.intc], NDArray[np.single]], NDArray[np.single]]
 
 
@@ -86,8 +88,12 @@ def check_grammar(model: Any, grammar: Any) -> None:
     if not isinstance(grammar, llama_cpp.LlamaGrammar):
         raise ConfigError(f"grammar is {type(grammar).__name__}; needed a llama_cpp.LlamaGrammar")
     text, root = grammar._grammar, grammar._root
+    bare = _NO_GROUPS.sub("", text)
+    for low, high in _REPETITION.findall(bare):
+        if int(high) < int(low):  # llama.cpp counts down from 2**64
+            raise ConfigError(f"the grammar repeats {{{low},{high}}}; needed the smaller number first")
     depth = deepest = 0
-    for bracket in re.findall("[()]", _NO_GROUPS.sub("", text)):
+    for bracket in re.findall("[()]", bare):
         depth += 1 if bracket == "(" else -1
         deepest = max(deepest, depth)
     if deepest > MAX_NESTING:

@@ -8,7 +8,7 @@ from typing import Any
 
 import llama_cpp
 
-from laguna_gguf.errors import LagunaError, RequestError
+from laguna_gguf.errors import DecodeError, LagunaError, RequestError
 from laguna_gguf.serve.chunks import Chunks, correct_call, cut_logprobs
 from laguna_gguf.serve.deltas import Deltas
 from laguna_gguf.serve.grammars import grammar_text
@@ -28,12 +28,17 @@ def run(session: ServedSession, request: GenerationRequest, meter: Meter, limits
     Raises RequestError for what only the model can refuse, Cancelled, and errors of the session.
     """
     keywords = _keywords(session, request, limits)
-    if not request.stream:
-        emit(_complete(session, request, meter, _call(session, request, keywords)))
-    elif request.top_logprobs is None:
-        _stream(session, request, meter, keywords, emit)
-    else:
-        _stream_logprobs(session, request, meter, keywords, emit)
+    try:
+        if not request.stream:
+            emit(_complete(session, request, meter, _call(session, request, keywords)))
+        elif request.top_logprobs is None:
+            _stream(session, request, meter, keywords, emit)
+        else:
+            _stream_logprobs(session, request, meter, keywords, emit)
+    except DecodeError as error:
+        if request.constraint is None and "logit_bias" not in keywords:
+            raise
+        raise RequestError(str(error)) from error  # they can exclude every token
 
 
 def _keywords(session: ServedSession, request: GenerationRequest, limits: Limits) -> dict[str, Any]:
@@ -46,7 +51,7 @@ def _keywords(session: ServedSession, request: GenerationRequest, limits: Limits
         if token >= session.n_vocab():
             raise RequestError(f"logit_bias: token {token} is outside the vocabulary of {session.n_vocab()}")
     if request.constraint is not None:
-        text = grammar_text(request.constraint, session._model.vocab, limits)
+        text = grammar_text(request.constraint, limits)
         keywords["grammar"] = llama_cpp.LlamaGrammar.from_string(text, verbose=False)
     if request.suffix is not None:
         keywords["prompt"] = _infill(session, keywords["prompt"], request.suffix)

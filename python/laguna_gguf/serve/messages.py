@@ -37,7 +37,7 @@ def _message(where: str, value: Any) -> dict[str, Any]:
     if content is None:
         if role != "assistant":
             raise refuse(f"{where}.content", content, "text")
-        message["content"] = "" if "tool_calls" not in message else None
+        message["content"] = ""  # templates put it between strings
     else:
         message["content"] = _content(f"{where}.content", content)
     return message

@@ -73,7 +73,7 @@ def completion_request(body: Mapping[str, Any], settings: Settings) -> Generatio
         echo=echo,
         suffix=suffix or None,
         top_logprobs=keywords.get("logprobs"),
-        constraint=_constraint(body, settings),
+        constraint=_constraint(body),
         **_stream(body),
     )
 
@@ -86,7 +86,7 @@ def chat_request(body: Mapping[str, Any], settings: Settings) -> GenerationReque
     tools, tool, legacy = _tools(body)
     if tools:
         keywords["tools"] = tools
-    constraint = _constraint(body, settings)
+    constraint = _constraint(body)
     logprobs = _logprobs(body, settings, keywords)
     if tool is not None:
         if logprobs["top_logprobs"] is not None and _flag(body, "stream"):
@@ -180,21 +180,18 @@ def _logprobs(body: Mapping[str, Any], settings: Settings, keywords: dict[str, A
     return {"top_logprobs": n}
 
 
-def _constraint(body: Mapping[str, Any], settings: Settings) -> Constraint | None:
-    found = [c for c in (_grammar(body, settings), _json_schema(body), _response_format(body)) if c is not None]
+def _constraint(body: Mapping[str, Any]) -> Constraint | None:
+    found = [c for c in (_grammar(body), _json_schema(body), _response_format(body)) if c is not None]
     if len(found) > 1:
         raise RequestError(f"{found[0].origin} and {found[1].origin} contradict each other")
     return found[0] if found else None
 
 
-def _grammar(body: Mapping[str, Any], settings: Settings) -> Constraint | None:
+def _grammar(body: Mapping[str, Any]) -> Constraint | None:
     value = body.get("grammar")
     if value is None or value == "":
         return None
-    grammar = fields.text("grammar", value)
-    if len(grammar.encode()) > settings.limits.grammar_bytes:
-        raise RequestError(f"grammar is larger than {settings.limits.grammar_bytes} bytes")
-    return Constraint("grammar", grammar=grammar)
+    return Constraint("grammar", grammar=fields.text("grammar", value))
 
 
 def _json_schema(body: Mapping[str, Any]) -> Constraint | None:

@@ -75,7 +75,7 @@ class Server(uvicorn.Server):
             self.worker.stop()
             if not self.worker.join(JOIN_SECONDS):
                 # The interpreter must not be taken down around a thread that is in llama.cpp.
-                logger.warning("the model is still loading; leaving without it")
+                logger.warning("the model is still loading or working; leaving without it")
                 os._exit(0)
         if self.worker.error is not None:
             raise self.worker.error

@@ -41,7 +41,7 @@ class _Pieces(dict[int, bytes]):
             if n >= 0:
                 break
             size = -n
-        piece = self[token] = bytes(buffer[:n])
+        piece = self[token] = ctypes.string_at(buffer, n)
         return piece
 
 
@@ -106,7 +106,8 @@ class ServedSession(SpecSession):
             if name not in self._template_variables:
                 known = ", ".join(sorted(self._template_variables)) or "none"
                 raise RequestError(f"chat_template_kwargs: the template has no variable {name[:80]!r}; it has: {known}")
-        handler = self._chat_handlers.get(self.chat_format) or get_chat_completion_handler(self.chat_format)
+        name = self.chat_format or ""
+        handler = self._chat_handlers.get(name) or get_chat_completion_handler(name)
         return handler(llama=self, **template_keywords, **keywords)
 
     @cached_property

@@ -25,9 +25,7 @@ class Limits:
     """Stop strings of a request; every one is looked for after every token."""
     tools: int = 256
     top_logprobs: int = 20
-    grammar_bytes: int = 256 << 10
-    grammar_depth: int = 200
-    """Nested parentheses in a grammar: llama.cpp parses them by recursion."""
+    grammar_bytes: int = 64 << 10
 
 
 @dataclass(frozen=True)
