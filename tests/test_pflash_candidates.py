@@ -22,6 +22,12 @@ def test_fixed_chunks() -> None:
     assert candidates.fixed_chunks(8, 4) == [(0, 4), (4, 8)]
 
 
+def test_cut_chunks() -> None:
+    spans = candidates.cut_chunks(20, 8, (18, 20), [(3, 5), (8, 9)])
+    assert spans == [(0, 3), (3, 5), (5, 8), (8, 9), (9, 16), (16, 18), (18, 20)]
+    assert candidates.cut_chunks(8, 8, (0, 8), []) == [(0, 8)]
+
+
 def test_scores_of_ranges() -> None:
     mass = [0.1, 0.2, 0.3, 0.15, 0.25]
     spans = [(0, 2), (2, 3), (4, 5), (0, 5)]

@@ -229,6 +229,19 @@ def test_skeleton_counts_the_whole_turn() -> None:
     assert [offsets[e] - offsets[b] for b, e in none.droppable_pins] == [17, 22, 17]  # the role headers
 
 
+def test_tool_definitions_in_turns_of_other_roles() -> None:
+    for definitions in (
+        "<|im_start|>tool\n{NAME}<|im_end|>\n",
+        "<|im_start|>functions\n{NAME}<|im_end|>\n",
+        "<|im_start|>system\n# Tools\n{NAME}<|im_end|>\n",
+    ):
+        text = "<|im_start|>system\nBe kind.<|im_end|>\n" + definitions + render("qwen", [user(Q1), tool("out")])
+        result = plan(text, words("qwen")(text))
+        assert [turn.role for turn in result.turns] == ["system", "tool_definitions", "user", "tool"]
+        assert covers(result.droppable_pins, words("qwen")(text), text, "{NAME}")
+        assert not covers(result.pins, words("qwen")(text), text, "{NAME}")
+
+
 @pytest.mark.parametrize("history", range(9))
 def test_history_length(history: int) -> None:
     text = render("qwen", FIVE)
@@ -353,6 +366,7 @@ def test_explicit_query(family: str) -> None:
         assert result.rule == "explicit_query_span" and not result.suffix_candidates
         assert result.rows == (max(begin, end - 8), end)
         assert result.windows == [(*tail_of(text, offsets, Q1), 0.5)]
+        assert plan(text, offsets, pflash_query=f" {wanted}\n") == result
         assert result.generation_begin is not None and result.pins[-1][1] == len(offsets) - 1
 
 
@@ -408,10 +422,9 @@ def test_required_texts() -> None:
         well_formed(result, len(offsets) - 1)
         for needed in ("Answer in JSON.", "Ümlaute!"):
             assert covers(result.pins, offsets, text, needed)
-        assert (
-            plan(text, offsets, pflash_required="Ümlaute!").pins
-            == plan(text, offsets, pflash_required=["Ümlaute!"]).pins
-        )
+        alone = plan(text, offsets, pflash_required=["Ümlaute!"])
+        assert plan(text, offsets, pflash_required="Ümlaute!") == alone
+        assert plan(text, offsets, pflash_required="\n Ümlaute! \n") == alone  # templates cut blanks off
         for bad in (["Answer in XML."], ["nowhere"], [""], [7], ["Answer in JSON."] * 65):
             with pytest.raises(QueryError, match="pflash_required"):
                 plan(text, offsets, pflash_required=bad)

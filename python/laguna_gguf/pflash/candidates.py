@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from operator import index
 from typing import Literal
 
@@ -32,6 +33,13 @@ def chunk_size_for(n_tokens: int) -> int:
 def fixed_chunks(n_tokens: int, size: int) -> list[Span]:
     """Chunks of `size` tokens from the start on; the last one may be shorter."""
     return [(begin, min(begin + size, n_tokens)) for begin in range(0, n_tokens, size)]
+
+
+def cut_chunks(n_tokens: int, size: int, query: Span, required: Iterable[Span]) -> list[Span]:
+    """Fixed chunks, cut where the query and pinned spans begin and end, so that a role header in a chunk does not keep
+    all of it."""
+    cuts = {*range(0, n_tokens, size), n_tokens, *forced_cuts(query, required)}
+    return list(pairwise(sorted(cuts)))
 
 
 def forced_cuts(query: Span, required: Iterable[Span] = ()) -> list[int]:

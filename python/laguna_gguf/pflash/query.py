@@ -35,6 +35,7 @@ PROMPT_TAIL = "prompt_tail"
 SEMANTIC_SUFFIX = "semantic_suffix"
 
 _SHORTEST_SUFFIX = 4
+_DEFINITIONS = (DEVELOPER, TOOL_DEFINITIONS)
 
 __all__ = ["QueryPlan", "TurnSpan", "plan"]
 
@@ -66,6 +67,8 @@ class QueryPlan:
     """Kept in any case, sorted and merged."""
     droppable_pins: list[Span]
     """Kept as long as the rest fits, sorted and merged; may overlap `pins`."""
+    skeleton: list[Span]
+    """Those of the droppable pins that keep the dialogue's shape: role headers and short turns."""
     generation_begin: int | None
     """Token that holds the marker of the assistant turn left open at the end, or None."""
     generation_byte: int | None
@@ -171,11 +174,13 @@ class _Chat:
             if suffix:
                 pins.append((query[1], self._span(asked)[1]))
         pins += [self._whole(number) for number, turn in enumerate(self.turns) if turn.role == SYSTEM]
+        skeleton = self._skeleton()
         return QueryPlan(
             query=query,
             windows=windows + history,
             pins=merge(pins),
-            droppable_pins=merge(self._droppable()),
+            droppable_pins=merge([*self._definitions(), *skeleton]),
+            skeleton=merge(skeleton),
             generation_begin=self._generation_token() if self.generation is not None else None,
             generation_byte=self.generation,
             suffix_candidates=suffix,
@@ -212,21 +217,24 @@ class _Chat:
         return PROMPT_TAIL, self._tail(self._content(asked)), asked
 
     def _explicit(self, query: str) -> Span:
-        wanted = _wanted(query, "pflash_query")
-        begin = self.raw.rfind(wanted, 0, self.generation)
+        begin, wanted = self._last(_wanted(query, "pflash_query"), 0, self.generation)
         if begin < 0:
             raise QueryError(f"pflash_query {_shown(query)} does not occur in the prompt; needed its exact words")
         return begin, begin + len(wanted)
 
     def _required(self, text: str, latest: Turn | None) -> Span:
-        wanted = _wanted(text, "pflash_required")
         begin, end = (latest.content_begin, latest.content_end) if latest else (0, 0 if self.turns else len(self.raw))
-        at = self.raw.rfind(wanted, begin, end)
+        at, wanted = self._last(_wanted(text, "pflash_required"), begin, end)
         if at < 0:
             raise QueryError(
                 f"pflash_required {_shown(text)} does not occur in the latest user turn; it must be there word for word"
             )
         return self.tokens.covering(at, at + len(wanted))
+
+    def _last(self, wanted: bytes, begin: int, end: int | None) -> tuple[int, bytes]:
+        """Where the text occurs last, if need be without blanks at its ends, which templates cut off; or -1."""
+        at = self.raw.rfind(wanted, begin, end)
+        return (at, wanted) if at >= 0 else (self.raw.rfind(wanted.strip(), begin, end), wanted.strip())
 
     def _windows(self, rule: str, query: Span, latest: Turn | None) -> list[tuple[int, int, float]]:
         if rule != PROMPT_END or latest is None:
@@ -249,11 +257,13 @@ class _Chat:
     def _history_length(self, earlier: Sequence[Turn]) -> int:
         return min(len(earlier), self.settings.chat_history_queries)
 
-    def _droppable(self) -> list[Span]:
+    def _definitions(self) -> list[Span]:
+        return [self._whole(number) for number, turn in enumerate(self.turns) if turn.role in _DEFINITIONS]
+
+    def _skeleton(self) -> list[Span]:
         pins = []
         for number, turn in enumerate(self.turns):
-            if turn.role in (DEVELOPER, TOOL_DEFINITIONS):
-                pins.append(self._whole(number))
+            if turn.role in _DEFINITIONS:
                 continue
             begin, end = self._span(turn)
             if turn.role in (USER, ASSISTANT) and end - begin <= self.settings.chat_skeleton_tokens:

@@ -21,6 +21,7 @@ TOOL, TOOL_DEFINITIONS = "tool", "tool_definitions"
 
 _LONGEST_PREAMBLE = 64  # bytes of begin-of-text tokens before the first turn
 _LONGEST_MARKER = 32  # bytes, at least as many as any marker of tool output has
+_BLANKS = re.compile(rb"\s*")
 _ENOUGH = 3  # markers that are tokens before it is believed that the tokenizer has them
 
 
@@ -56,10 +57,10 @@ def find_turns(raw: bytes, family: Family, tokens: TokenMap) -> list[Turn]:
     markers = [_Marker(match.start(), match.end(), *_roles(match)) for match in family.markers.finditer(raw)]
     markers = _without_typed(raw, markers, family, tokens)
     turns = _deepseek(raw, markers) if family.name == "deepseek" else _paired(raw, markers, family)
-    has_system = False
+    seen: set[str] = set()
     for turn in turns:
-        turn.role = _role(raw, turn, has_system)
-        has_system = has_system or turn.role == SYSTEM
+        turn.role = _role(raw, turn, seen)
+        seen.add(turn.role)
     return turns
 
 
@@ -87,26 +88,25 @@ def _roles(match: re.Match[bytes]) -> tuple[str | None, str | None]:
     return opens.decode() if opens is not None else None, closes.decode() if closes is not None else None
 
 
-def _role(raw: bytes, turn: Turn, has_system: bool) -> str:
+def _role(raw: bytes, turn: Turn, seen: set[str]) -> str:
+    """What the turn is, with the roles of those before it."""
     role = turn.role.lower()
     if role in ASSISTANT_ROLES:
         return ASSISTANT
     if role in ("tool_response", "tool_result"):
         return TOOL
-    if role in TOOL_DEFINITION_ROLES:
-        return TOOL_DEFINITIONS
+    if role in TOOL_DEFINITION_ROLES or (role == TOOL and not seen & {USER, ASSISTANT}):
+        return TOOL_DEFINITIONS  # nothing was called before anybody spoke
     if role == USER and _starts(raw, turn, TOOL_OUTPUT_STARTS):
         return TOOL
-    if role == SYSTEM and has_system and _starts(raw, turn, TOOL_DEFINITION_STARTS):
+    if role == SYSTEM and SYSTEM in seen and _starts(raw, turn, TOOL_DEFINITION_STARTS):
         return TOOL_DEFINITIONS
     return role
 
 
 def _starts(raw: bytes, turn: Turn, starts: tuple[bytes, ...]) -> bool:
-    at = turn.content_begin
-    while at < turn.content_end and raw[at : at + 1].isspace():
-        at += 1
-    return raw.startswith(starts, at, turn.content_end)
+    blanks = _BLANKS.match(raw, turn.content_begin, turn.content_end)
+    return raw.startswith(starts, blanks.end() if blanks else turn.content_begin, turn.content_end)
 
 
 def _without_typed(raw: bytes, markers: list[_Marker], family: Family, tokens: TokenMap) -> list[_Marker]:
