@@ -126,3 +126,9 @@ def test_garbage(server: Running, data: bytes) -> None:
             pass
     assert not received or received.startswith(b"HTTP/1.1 ")
     assert b"500" not in received[:20]
+
+
+def test_synthetic_acceptance_is_labelled(tiny_target: Path, tiny_drafter: Path, server: Running) -> None:
+    with running(tiny_target, tiny_drafter, spec_synth_len=2.0) as here:
+        assert here.text().json["timings"]["synthetic"] is True
+    assert "synthetic" not in server.text().json["timings"]

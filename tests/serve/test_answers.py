@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import llama_cpp
 import pytest
 
 from laguna_gguf import SpecSession
@@ -191,5 +192,27 @@ def test_context_is_filled(server: Running) -> None:
     assert error.refused(400, "exceed_context_size_error")["n_ctx"] == 512
 
 
-def test_suffix_needs_a_model_that_can(server: Running) -> None:
+def test_suffix(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     server.text(suffix="return x").refused(400, "invalid_request_error", "suffix")
+    for token, name in enumerate(("pre", "suf", "mid"), start=20):
+        monkeypatch.setattr(llama_cpp, f"llama_vocab_fim_{name}", lambda vocabulary, token=token: token)
+    before, after = (server.session.tokenize(text, add_bos=False) for text in (b"def f(", b"return x"))
+    whole = [server.session.token_bos(), 20, *before, 21, *after, 22]
+    assert server.text(prompt="def f(", suffix="return x").json["choices"] == server.text(prompt=whole).json["choices"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_bytes_that_are_no_text(server: Running, stream: bool) -> None:
+    """A model that writes the first byte of a character again and again: within max_tokens and the context, quickly."""
+    pieces = {server.session.detokenize([token]): token for token in range(320)}
+    for piece in (b"\xff", b"\xe2"):
+        for max_tokens in (10, -1):
+            bias = {str(pieces[piece]): 1000, "2": -1000, "24": -1000}
+            answer = server.text(max_tokens=max_tokens, logit_bias=bias, stream=stream)
+            last = answer.events[-1] if stream else answer.json
+            assert last["choices"][0]["finish_reason"] == "length"
+            most = 13 if max_tokens > 0 else 512
+            assert max_tokens <= last["timings"]["predicted_n"] <= most
+    text = server.text(max_tokens=40, stream=True, temperature=2, seed=1, top_p=1, min_p=0, top_k=0).events
+    whole = server.text(max_tokens=40, temperature=2, seed=1, top_p=1, min_p=0, top_k=0).json
+    assert "".join(chunk["choices"][0]["text"] for chunk in text) == whole["choices"][0]["text"]

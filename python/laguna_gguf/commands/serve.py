@@ -126,12 +126,15 @@ def run(args: argparse.Namespace) -> int:
             draft_max=0 if args.no_draft else args.spec_draft_n_max,
             draft_min=0 if args.no_draft else args.spec_draft_n_min,
             window=args.spec_draft_window,
+            spec_synth_len=args.spec_synth_len,
             n_threads=args.threads,
             n_threads_batch=args.threads_batch or args.threads,
             logits_all=args.logits_all,
             verbose=args.verbose,
             **shared,
         )
+        if args.spec_synth_len is not None:
+            note("SYNTHETIC acceptance: for benchmarks, the answers are not the model's")
         note(f"{settings.alias} is loaded")
         return session
 

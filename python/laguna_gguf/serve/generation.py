@@ -100,8 +100,7 @@ def _echoed(session: ServedSession, request: GenerationRequest) -> str:
 
 def _complete(session: ServedSession, request: GenerationRequest, meter: Meter, answer: Answer) -> Answer:
     choice = answer["choices"][0]
-    if request.tool is not None:
-        correct_call(choice, legacy=request.legacy_functions, whole=meter.ended)
+    _correct_reason(request, meter, choice)
     if request.chat:
         cut_logprobs(choice, request.top_logprobs)
     elif request.echo and request.top_logprobs is None:
@@ -132,13 +131,19 @@ def _stream(
     session.deltas = deltas = Deltas(pass_on)
     choice = _call(session, request, keywords)["choices"][0]
     deltas.finish(_text(request, choice))
-    if request.tool is not None:
-        correct_call(choice, legacy=request.legacy_functions, whole=meter.ended)
+    _correct_reason(request, meter, choice)
     last = chunks.finish(choice["finish_reason"])
     if request.include_usage:
         emit(last)
         last = chunks.usage(meter.usage())
     emit(last | {"timings": meter.timings()})
+
+
+def _correct_reason(request: GenerationRequest, meter: Meter, choice: dict[str, Any]) -> None:
+    if request.tool is not None:
+        correct_call(choice, legacy=request.legacy_functions, whole=meter.ended)
+    elif meter.cut:
+        choice["finish_reason"] = "length"
 
 
 def _text(request: GenerationRequest, choice: dict[str, Any]) -> str:
@@ -157,7 +162,9 @@ def _stream_logprobs(
         choice = chunk["choices"][0]
         if request.chat:
             cut_logprobs(choice, request.top_logprobs)
-        if choice["finish_reason"] is None:
+        if choice["finish_reason"] is not None:
+            _correct_reason(request, meter, choice)
+        else:
             emit(chunk | {"timings": meter.timings()} if request.timings_per_token else chunk)
         last = chunk
     if request.include_usage:

@@ -14,9 +14,12 @@ class Cancelled(Exception):
 class Meter:
     """Counts of one generation, as llama-server's `timings` has them."""
 
-    def __init__(self, cancelled: Callable[[], bool], draft_counts: Callable[[], tuple[int, int]]) -> None:
-        """draft_counts: drafted and accepted tokens of the session so far."""
+    def __init__(
+        self, cancelled: Callable[[], bool], draft_counts: Callable[[], tuple[int, int]], *, synthetic: bool = False
+    ) -> None:
+        """draft_counts: drafted and accepted tokens of the session so far. synthetic: acceptance is not real."""
         self._cancelled = cancelled
+        self._synthetic = synthetic
         self._draft_counts = draft_counts
         self._drafts_before = draft_counts()
         self._began = self._first_token = self._last_token = 0.0
@@ -25,6 +28,8 @@ class Meter:
         """Generated tokens, one that ends the generation among them."""
         self.ended = False
         """Whether the last token ends the generation."""
+        self.cut = False
+        """Whether the generation was ended because it had all the tokens it may have."""
         self._n_cached: int | None = None
 
     @property
@@ -99,7 +104,9 @@ class Meter:
             **_rates("prompt", n_prompt, self.prompt_ms),
             **_rates("predicted", self.n_predicted, self.predicted_ms),
         }
-        return timings | ({"draft_n": drafted, "draft_n_accepted": accepted} if drafted else {})
+        if drafted:
+            timings |= {"draft_n": drafted, "draft_n_accepted": accepted}
+        return timings | {"synthetic": True} if self._synthetic else timings
 
 
 def _rates(name: str, n: int, ms: float) -> dict[str, float]:

@@ -25,6 +25,10 @@ _FORMATTER_VARIABLES = frozenset(
 """Variables of a template that are not a request's to set."""
 
 
+SPARE_TOKENS = 3
+"""Tokens that may follow max_tokens to complete a character; llama_cpp has no limit, not even the context's end."""
+
+
 class _Pieces(dict[int, bytes]):
     """Text of tokens, asked for once. Tokens of any length: llama_cpp takes 32 bytes for enough."""
 
@@ -53,7 +57,7 @@ class ServedSession(SpecSession):
 
     def new_meter(self, cancelled: Callable[[], bool]) -> Meter:
         """Measure the next call; it ends with `Cancelled` soon after `cancelled()` is true."""
-        self.meter = Meter(cancelled, self._draft_counts)
+        self.meter = Meter(cancelled, self._draft_counts, synthetic=self.synthetic is not None)
         return self.meter
 
     def _draft_counts(self) -> tuple[int, int]:
@@ -69,6 +73,9 @@ class ServedSession(SpecSession):
             yield from super().generate(tokens, *args, **kwargs)
             return
         meter.begin(len(tokens))
+        wanted = self.next_max_tokens
+        room = self.n_ctx() - len(tokens)
+        most = min(room, wanted + SPARE_TOKENS) if wanted else room
         with closing(super().generate(tokens, *args, **kwargs)) as stream:
             for token in stream:
                 ends = self.ends(token)
@@ -76,6 +83,10 @@ class ServedSession(SpecSession):
                 if self.deltas is not None and not ends:
                     self.deltas.add(self.detokenize([token]))
                 yield token
+                if meter.n_predicted >= most:
+                    break
+        meter.cut = True
+        yield self.token_eos()  # llama_cpp returns the text it has
 
     def create_completion(self, *args: Any, stop: Any = (), **kwargs: Any) -> Any:
         """As Llama's, also when a chat calls it; the deltas learn which strings end the text."""
@@ -86,6 +97,7 @@ class ServedSession(SpecSession):
 
     def detokenize(self, tokens: Sequence[int], prev_tokens: Any = None, special: bool = False) -> bytes:
         """As Llama's, from a table: Llama wants the whole text after every token, and asks llama.cpp for each piece."""
+        self._check_open()
         text = b"".join(map(self._pieces[special].__getitem__, tokens))
         begins_with_bos = len(tokens) > 0 and tokens[0] == self.token_bos()
         return text[1:] if begins_with_bos and text[:1] == b" " else text
