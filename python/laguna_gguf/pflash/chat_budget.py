@@ -58,11 +58,11 @@ def chat_budget(
                 budget = Budget(room / n_target_tokens, kept, max(kept, math.floor(room / scale)))
             droppable = droppable_target_tokens(n_target_tokens, n_tokens, kept)
             return ChatBudget(required, budget, droppable, dropped)
-    system = math.ceil(sum(turn.end - turn.begin for turn in plan.turns if turn.role == SYSTEM) * scale)
-    what = "the system prompt alone" if system > room else "what must be kept"
+    system = sum(turn.end - turn.begin for turn in plan.turns if turn.role == SYSTEM)
+    what, least = ("the system prompt alone", system) if system * scale > room else ("what must be kept", kept)
     raise BudgetError(
-        f"{what} takes about {system if system > room else math.ceil(kept * scale)} target tokens, and {room} are left of a context of {target_n_ctx} for {max_tokens} of output; "
-        "needed a larger context, fewer output tokens, or less that has to be kept"
+        f"{what} takes about {math.ceil(least * scale)} target tokens; a context of {target_n_ctx} less {max_tokens} "
+        f"of output leaves {room}. Needed a larger context, fewer output tokens, or less that has to be kept"
     )
 
 
