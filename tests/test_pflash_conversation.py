@@ -204,15 +204,27 @@ def test_excerpts() -> None:
     raw = "Grüße<|im_end|>\n<|im_start|>user\n第二 <|im_end|>x".encode()
     qwen = FAMILIES["qwen"]
     assert recall.excerpts(raw, [(0, len(raw))], qwen) == ["Grüße\n\n\n第二 \nx"]
-    assert recall.excerpts(raw, [(3, 9), (9, 12), (20, 36)], qwen) == [
-        "üße",
-        "第",
-    ]
+    assert recall.excerpts(raw, [(3, 9), (9, 12), (20, 36)], qwen) == ["üße", "第"]
     assert recall.excerpts(raw, [(0, len(raw))], None) == [raw.decode()]
     for begin in range(len(raw)):
         for end in range(begin + 1, len(raw) + 1):
             text = "".join(recall.excerpts(raw, [(begin, end)], qwen))
             assert "im_" not in text and "|" not in text and "\ufffd" not in text
+    others = {
+        "qwen": "<|endoftext|> <|im_start|> nobody",
+        "gemma": '<bos><|tool_response>response:f{a:<|"|>}<tool_response|>',
+        "deepseek": "<｜begin▁of▁sentence｜><｜tool▁output▁begin｜>out<｜tool▁output▁end｜>",
+        "laguna": "〈|EOS|〉<system>x</system>",
+    }
+    without = {
+        "qwen": "a | | nobody b",
+        "gemma": 'a |response:f{a:<|"|>}| b',
+        "deepseek": "a |out| b",
+        "laguna": "a |x| b",
+    }
+    for family, text in others.items():
+        excerpt = recall.excerpts(f"a {text} b".encode(), [(0, 999)], FAMILIES[family])[0]
+        assert re.sub(r"\n+", "|", excerpt) == without[family]
     assert recall.block([]) == ""
     assert recall.block(["a", "b"]) == "[Earlier in this conversation]\na\n\nb\n[End of earlier excerpts]\n\n"
 

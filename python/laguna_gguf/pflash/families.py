@@ -33,6 +33,8 @@ class Family:
     """An opening marker of system, user or assistant: a text that has one is of this family."""
     controls: tuple[str, ...]
     """Marker strings that are single tokens in the family's own vocabulary."""
+    others: re.Pattern[bytes]
+    """Control tokens of any purpose, by their look."""
     tool_output: re.Pattern[bytes] | None = None
     """Tool output inside an assistant turn: group `end` ends it, anything else asks for it."""
 
@@ -45,18 +47,21 @@ FAMILIES = {
             re.compile("<｜(?P<open>User|Assistant)｜>|(?P<close><｜end▁of▁sentence｜>)".encode()),
             re.compile("<｜(?:User|Assistant)｜>".encode()),
             ("<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>"),
+            re.compile("<｜[^<>\\s]{1,80}?｜>".encode()),
         ),
         Family(
             "qwen",
             re.compile(rb"<\|im_start\|>(?P<open>[A-Za-z_][\w.-]*)(?:\n|\Z)|(?P<close><\|im_end\|>)"),
             re.compile(rb"<\|im_start\|>(?:system|user|assistant)(?:\n|\Z)"),
             ("<|im_start|>", "<|im_end|>"),
+            re.compile(rb"<\|[a-z_]{1,40}\|>"),
         ),
         Family(
             "gemma",
             re.compile(rb"<\|turn>(?P<open>[A-Za-z_][\w.-]*)(?:\n|\Z)|(?P<close><turn\|>)"),
             re.compile(rb"<\|turn>(?:system|user|model|assistant)(?:\n|\Z)"),
             ("<|turn>", "<turn|>"),
+            re.compile(rb"<\|[a-z_]{1,40}>|<[a-z_]{1,40}\|>|<[be]os>"),
             re.compile(rb"(?P<end><tool_response\|>|</tool_response>|</tool_result>)|<\|tool_response>|<tool_call\|>"),
         ),
         Family(
@@ -64,6 +69,7 @@ FAMILIES = {
             re.compile(f"<(?P<open>{_LAGUNA_ROLES})>\n?|</(?P<close>{_LAGUNA_ROLES})>".encode()),
             re.compile(rb"<(?:system|user|assistant)>"),
             ("<assistant>", "</assistant>"),  # the tags of other roles are ordinary text to its tokenizer
+            re.compile("〈\\|[A-Z]{1,40}\\|〉".encode()),
         ),
     )
 }

@@ -36,9 +36,9 @@ def clipped(spans: Iterable[Span], end: int) -> list[Span]:
 
 
 def excerpts(raw: bytes, spans: Iterable[Span], family: Family | None) -> list[str]:
-    """The text of byte spans, without role markers, that could open a turn: each becomes a newline, also where a span
-    holds only a part of it. Characters cut by a span's edge are completed. Blank excerpts are left out."""
-    markers = [match.span() for match in family.markers.finditer(raw)] if family is not None else []
+    """The text of byte spans, without role markers and other control tokens, which become newlines, also where a span
+    holds only a part of one. Characters cut by a span's edge are completed; blank excerpts are left out."""
+    markers = _controls(raw, family) if family is not None else []
     starts = [begin for begin, _ in markers]
     found = []
     for begin, end in spans:
@@ -60,6 +60,11 @@ def excerpts(raw: bytes, spans: Iterable[Span], family: Family | None) -> list[s
 def block(texts: Sequence[str]) -> str:
     """The recall block of these excerpts; empty without any."""
     return OPENING + "\n\n".join(texts) + CLOSING if texts else ""
+
+
+def _controls(raw: bytes, family: Family) -> list[Span]:
+    markers = [match.span() for match in family.markers.finditer(raw)]
+    return sorted([*markers, *missing((match.span() for match in family.others.finditer(raw)), markers)])
 
 
 def _text(raw: bytes, begin: int, end: int) -> str:
