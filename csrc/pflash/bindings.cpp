@@ -157,6 +157,16 @@ py::array_t<float> importance(const AttentionCapture &capture, int n_threads, co
     return result;
 }
 
+// FNV-1a, 64 bits, over the little-endian bytes of token ids.
+uint64_t fingerprint(const py::array_t<int32_t, py::array::c_style> &ids) {
+    const auto *bytes = reinterpret_cast<const uint8_t *>(ids.data());
+    uint64_t hash = 0xcbf29ce484222325u;
+    for (py::ssize_t i = 0; i < ids.nbytes(); ++i) {
+        hash = (hash ^ bytes[i]) * 0x100000001b3u;
+    }
+    return hash;
+}
+
 } // namespace
 
 void bind_pflash(py::module_ &m) {
@@ -195,6 +205,7 @@ void bind_pflash(py::module_ &m) {
         .def("begin", &AttentionCapture::begin, py::arg("query_begin"), py::arg("query_end"))
         .def("next_batch", &AttentionCapture::next_batch)
         .def_property_readonly("n_bytes", &AttentionCapture::n_bytes);
+    m.def("fingerprint", &fingerprint, py::arg("ids").noconvert());
     m.def("running_max", &importance, py::arg("capture"), py::arg("n_threads"), py::arg("device") = "");
 }
 

@@ -182,3 +182,6 @@ class AttentionCapture:
 def running_max(capture: AttentionCapture, n_threads: int, device: str = "") -> NDArray[np.float32]:
     """Importance [n_tokens] from captured keys and queries: causal softmax by layer, maximum over heads and layers,
     mean over query rows, centred average over 13 tokens. ScorerError when a value is not finite."""
+
+def fingerprint(ids: NDArray[np.int32]) -> int:
+    """FNV-1a of 64 bits over the little-endian bytes of token ids."""

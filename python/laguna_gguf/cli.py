@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from laguna_gguf.commands import bench, demo, generate, inspect, serve, trace
+from laguna_gguf.commands import bench, compress, demo, generate, inspect, serve, trace
 from laguna_gguf.commands.output import PROGRAM, note
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action=_Version, help="print versions and exit")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (demo, generate, serve, bench, inspect, trace):
+    for command in (demo, generate, serve, bench, compress, inspect, trace):
         command.add_parser(subparsers)
     return parser
 

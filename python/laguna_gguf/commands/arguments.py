@@ -51,8 +51,8 @@ def add_sampling(
     group = parser.add_argument_group(title)
     group.add_argument("--temp", type=_at_least_zero, default=0.8, metavar="T", help="0 is greedy; default 0.8")
     group.add_argument("--top-k", type=int, default=40, metavar="N", help="default 40, 0 = off")
-    group.add_argument("--top-p", type=_fraction, default=0.95, metavar="P", help="default 0.95, 1 = off")
-    group.add_argument("--min-p", type=_fraction, default=0.05, metavar="P", help="default 0.05, 0 = off")
+    group.add_argument("--top-p", type=fraction, default=0.95, metavar="P", help="default 0.95, 1 = off")
+    group.add_argument("--min-p", type=fraction, default=0.05, metavar="P", help="default 0.05, 0 = off")
     group.add_argument("--seed", type=_seed, default=-1, metavar="N", help="default -1: a new one each time")
     group.add_argument("--repeat-penalty", type=_above_zero, default=1.0, metavar="X", help="default 1 = off")
 
@@ -232,5 +232,5 @@ def _above_zero(text: str) -> float:
     return _float(text, 1e-9, 1e9, "a number > 0")
 
 
-def _fraction(text: str) -> float:
+def fraction(text: str) -> float:
     return _float(text, 0.0, 1.0, "between 0 and 1")

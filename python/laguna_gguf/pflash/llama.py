@@ -146,6 +146,7 @@ class LlamaModel:
             raise CheckpointError(f"llama.cpp cannot load {path}; verbose=True shows its reasons")
         self._finalizer = weakref.finalize(self, llama_cpp.llama_model_free, self._model)
         self._vocab = llama_cpp.llama_model_get_vocab(self._model)
+        self._pieces: dict[int, bytes] = {}
         self.n_vocab: int = llama_cpp.llama_vocab_n_tokens(self._vocab)
         self.is_recurrent = bool(
             llama_cpp.llama_model_is_hybrid(self._model) or llama_cpp.llama_model_is_recurrent(self._model)
@@ -169,7 +170,7 @@ class LlamaModel:
     def tokenize(self, text: str | bytes) -> NDArray[np.int32]:
         """Token ids int32 [n]; control tokens are recognised, nothing is added."""
         self.handle  # noqa: B018  (raises when closed)
-        data = text.encode("utf-8", "surrogateescape") if isinstance(text, str) else bytes(text)
+        data = utf8(text) if isinstance(text, str) else bytes(text)
         if len(data) >= 2**31:
             raise ConfigError(f"the text has {len(data)} bytes; at most 2^31 - 1 can be tokenized")
         tokens = (llama_cpp.llama_token * (len(data) + 1))()
@@ -181,21 +182,32 @@ class LlamaModel:
             raise DecodeError("llama.cpp cannot tokenize the text")
         return np.ctypeslib.as_array(tokens)[:n].astype(np.int32)
 
-    def detokenize_bytes(self, ids: NDArray[np.int32]) -> bytes:
-        """UTF-8 bytes of tokens, control tokens written out; may begin or end inside a character."""
+    def pieces(self, ids: NDArray[np.int32]) -> list[bytes]:
+        """UTF-8 bytes of each token, control tokens written out; a token may begin or end inside a character."""
         self.handle  # noqa: B018
-        tokens = np.ascontiguousarray(ids, dtype=np.int32)
-        size = 16 * len(tokens) + 64
-        while True:
-            buffer = ctypes.create_string_buffer(size)
-            pointer = tokens.ctypes.data_as(ctypes.POINTER(llama_cpp.llama_token))
-            n = llama_cpp.llama_detokenize(self._vocab, pointer, len(tokens), buffer, size, False, True)
-            if n >= 0:
-                return buffer.raw[:n]
-            size = -n
+        buffer = ctypes.create_string_buffer(256)
+        known = self._pieces
+        for token in set(ids.tolist()) - known.keys():
+            n = llama_cpp.llama_token_to_piece(self._vocab, token, buffer, len(buffer), 0, True)
+            if n < 0:
+                buffer = ctypes.create_string_buffer(-n)
+                n = llama_cpp.llama_token_to_piece(self._vocab, token, buffer, len(buffer), 0, True)
+            known[token] = buffer.raw[:n]
+        return [known[token] for token in ids.tolist()]
+
+    def detokenize_bytes(self, ids: NDArray[np.int32]) -> bytes:
+        """The pieces joined; nothing is cleaned up, so that the text of a prompt is exactly what was tokenized."""
+        return b"".join(self.pieces(ids))
+
+    def offsets(self, ids: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Byte at which each token begins, and the length of all, int32 [n + 1]."""
+        return np.cumsum([0, *map(len, self.pieces(ids))], dtype=np.int32)
 
     def check_ids(self, ids: Any) -> NDArray[np.int32]:
         """Token ids as int32 [n], n >= 1; ConfigError otherwise."""
+        self.handle  # noqa: B018
+        if isinstance(ids, str | bytes | bytearray):
+            raise ConfigError(f"ids are {type(ids).__name__}; needed a sequence of token ids")
         try:
             array = np.asarray(ids if isinstance(ids, np.ndarray) else list(ids))
         except (TypeError, ValueError, OverflowError) as error:
@@ -207,6 +219,14 @@ class LlamaModel:
         if not (array.min() >= 0 and array.max() < self.n_vocab):
             raise ConfigError(f"token ids must lie in 0..{self.n_vocab - 1}; found {array.min()}..{array.max()}")
         return np.ascontiguousarray(array, dtype=np.int32)
+
+
+def utf8(text: str) -> bytes:
+    """The text's bytes; ConfigError for lone surrogates that stand for no byte."""
+    try:
+        return text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"the text has a lone surrogate at character {error.start}; needed valid Unicode") from error
 
 
 class LlamaContext:

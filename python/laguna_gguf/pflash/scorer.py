@@ -47,6 +47,8 @@ class Scores:
     """Tokens that were run; resume + new_tokens == n."""
     forward_ms: float
     """Time in the drafter's blocks."""
+    is_importance: bool = False
+    """Whether `mass` is the importance of the all-layer scorer."""
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from laguna_gguf import _native
 from laguna_gguf.errors import ConfigError
 from laguna_gguf.pflash.candidates import merge
 from laguna_gguf.pflash.query import EXPLICIT, QueryPlan
@@ -171,10 +172,7 @@ def make_trace(
 
 def fingerprint(ids: ArrayLike) -> str:
     """FNV-1a-64 of token ids as little-endian int32: 16 hexadecimal digits."""
-    value = 0xCBF29CE484222325
-    for byte in np.asarray(ids, dtype="<i4").tobytes():
-        value = (value ^ byte) * 0x100000001B3 & 0xFFFFFFFFFFFFFFFF
-    return f"{value:016x}"
+    return f"{_native.fingerprint(np.ascontiguousarray(ids, dtype=np.int32)):016x}"
 
 
 class TraceWriter:

@@ -1,0 +1,186 @@
+"""What is kept of a prompt that has been read: candidates, budget, selection, and the target's own count of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from laguna_gguf.errors import BudgetError
+from laguna_gguf.pflash import legacy as chunks
+from laguna_gguf.pflash.budget import MAX_ATTEMPTS, droppable_budget, kept_tokens, tightened
+from laguna_gguf.pflash.candidates import Score, chunk_size_for, fixed_chunks, make_candidates, merge, probe_segments
+from laguna_gguf.pflash.probe import SegmentProbe
+from laguna_gguf.pflash.scorer import Scores
+from laguna_gguf.pflash.scorers import Reading
+from laguna_gguf.pflash.segmentation import Span
+from laguna_gguf.pflash.selection import (
+    BUDGET_ONLY,
+    BUDGET_REACHED,
+    CANDIDATES_EXHAUSTED,
+    Candidate,
+    Selection,
+    select,
+    split,
+)
+from laguna_gguf.pflash.settings import SelectionSettings
+
+CountKept = Callable[[list[Span]], int]
+"""Target tokens of the text that spans decode to."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A checked prompt and what is asked of it."""
+
+    ids: NDArray[np.int32]
+    keep_ratio: float
+    """A float32 value."""
+    query: Span
+    required: Sequence[Span] = ()
+    """Sorted, not overlapping; kept whole."""
+    suffix_candidates: bool = False
+
+    @property
+    def n_tokens(self) -> int:
+        return len(self.ids)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What is kept, and how that came about."""
+
+    spans: list[Span]
+    """Sorted; spans that touch are one."""
+    budget: int
+    selection: Selection
+    candidates: list[Candidate]
+    """In source order."""
+    chunk_size: int
+    """0 with segments of the probe."""
+    score: Score
+    """What a candidate's score is of its tokens' mass."""
+    target_tokens: int | None = None
+    """Of the kept text; None where they are not counted."""
+
+
+def chunk_size(prompt: Prompt, settings: SelectionSettings) -> int:
+    """Tokens in a fixed chunk of this prompt."""
+    return settings.select_chunk_size or chunk_size_for(prompt.n_tokens)
+
+
+def keep(
+    prompt: Prompt,
+    reading: Reading,
+    settings: SelectionSettings,
+    probe: SegmentProbe | None,
+    *,
+    n_target_tokens: int | None = None,
+    count_kept: CountKept | None = None,
+) -> Kept:
+    """The strict selection.
+
+    With n_target_tokens (of the whole prompt) and count_kept, what is kept also fits the same share of target tokens:
+    the budget is tightened until its text does, three times at most. SelectionError: what must be kept exceeds the
+    budget. BudgetError: no budget meets the ceiling.
+    """
+    size = chunk_size(prompt, settings)
+    kept = kept_tokens(prompt.n_tokens, size, prompt.query, prompt.required, suffix_candidates=prompt.suffix_candidates)
+    budget = droppable_budget(prompt.n_tokens, kept, prompt.keep_ratio)
+    spans = _segments(prompt, reading, settings, probe)
+    result = _select(prompt, reading, settings, budget.tokens, spans, size)
+    if n_target_tokens is None or count_kept is None:
+        return result
+    ceiling, wanted = budget.ceiling(n_target_tokens), budget.tokens
+    for attempt in range(MAX_ATTEMPTS + 1):
+        count = count_kept(result.spans)
+        if count <= ceiling:
+            return replace(result, target_tokens=count)
+        if attempt < MAX_ATTEMPTS:
+            wanted = tightened(wanted, ceiling, count)
+            result = _select(prompt, reading, settings, wanted, spans, size)
+    raise BudgetError(
+        f"the kept text still takes {count} target tokens after {MAX_ATTEMPTS} tighter selections; the ceiling is "
+        f"{ceiling} of {n_target_tokens}. Raise the keep ratio"
+    )
+
+
+def keep_chunks(prompt: Prompt, reading: Reading) -> Kept:
+    """The chunk selection of Qwen3-0.6B without a strict mode. Neither query nor budget is exact: whole chunks."""
+    scores = reading.ranking.mass
+    spans = chunks.select_chunks(prompt.ids, scores, prompt.keep_ratio)
+    ranges = fixed_chunks(prompt.n_tokens, chunks.CHUNK)
+    inside = np.zeros(prompt.n_tokens, dtype=bool)
+    for begin, end in spans:
+        inside[begin:end] = True
+    candidates = make_candidates(scores, ranges, "mean", prompt.query)
+    ordinals = [ordinal for ordinal, (begin, _) in enumerate(ranges) if inside[begin]]
+    total = float(scores.sum())
+    n_kept = int(inside.sum())
+    selection = Selection(
+        ordinals,
+        n_kept,
+        float(scores[inside].sum()) / total if total > 0 else 1.0,
+        CANDIDATES_EXHAUSTED if n_kept == prompt.n_tokens else BUDGET_REACHED,
+    )
+    budget = min(prompt.n_tokens, len(ordinals) * chunks.CHUNK)
+    return Kept(spans, budget, selection, candidates, chunks.CHUNK, "mean")
+
+
+def _segments(
+    prompt: Prompt, reading: Reading, settings: SelectionSettings, probe: SegmentProbe | None
+) -> list[Span] | None:
+    """Segments of the probe; None where fixed chunks are to be taken."""
+    probed = reading.probed
+    if probe is None or probed is None or probed.probe is None:
+        return None
+    forced = {"at_least": 0} if settings.select_segments == "probe" else {}
+    return probe_segments(
+        probed.probe,
+        prompt.query,
+        threshold=probe.threshold,
+        min_segment=probe.min_segment,
+        max_segment=probe.max_segment,
+        required=prompt.required,
+        subunit=probed.subunit,
+        suffix_candidates=prompt.suffix_candidates,
+        **forced,
+    )
+
+
+def _select(
+    prompt: Prompt,
+    reading: Reading,
+    settings: SelectionSettings,
+    budget: int,
+    segments: list[Span] | None,
+    size: int,
+) -> Kept:
+    spans = fixed_chunks(prompt.n_tokens, size) if segments is None else segments
+    wanted: Score = "sum" if settings.select_score == "sum" else "density"
+    if settings.select_score == "auto" and segments is None:
+        wanted = "sum"
+    shown: Score = "mean" if reading.ranking.is_importance else wanted
+
+    def ranked(scores: Scores, how: Score) -> list[Candidate]:
+        return make_candidates(
+            scores.mass, spans, how, prompt.query, prompt.required, suffix_candidates=prompt.suffix_candidates
+        )
+
+    candidates = ranked(reading.ranking, shown)
+    choose: Callable[..., Selection] = partial(
+        select if reading.second is None else split,
+        mode=settings.select_mode or BUDGET_ONLY,
+        top_p=settings.select_top_p,
+        skip_oversized=segments is not None,
+    )
+    if reading.second is None:
+        selection = choose(candidates, budget)
+    else:
+        selection = choose(candidates, ranked(reading.second, "mean"), budget, fraction=settings.select_split)
+    ranges = {candidate.ordinal: (candidate.begin, candidate.end) for candidate in candidates}
+    spans = merge(ranges[ordinal] for ordinal in selection.ordinals)
+    return Kept(spans, budget, selection, candidates, size if segments is None else 0, shown)

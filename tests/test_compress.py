@@ -1,0 +1,426 @@
+"""PFlash.compress: exact budgets, what is kept in any case, every scorer and refusal, never an unscored prompt."""
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import llama_cpp
+import numpy as np
+import pytest
+
+from laguna_gguf import PFlash, SelectionSettings
+from laguna_gguf.errors import (
+    BudgetError,
+    CheckpointError,
+    ConfigError,
+    DecodeError,
+    LagunaError,
+    QueryError,
+    ScorerError,
+    SelectionError,
+    TargetMismatchError,
+)
+from laguna_gguf.pflash.candidates import fixed_chunks
+from laguna_gguf.pflash.head import export_head
+from laguna_gguf.pflash.segmentation import segments
+from laguna_gguf.pflash.selection import Candidate, select
+from random_drafter import TINY_QWEN35, random_tensors, write_drafter
+from reference.pflash_numpy import ReferenceScorer
+from scorer_fixtures import EXACT, random_ids, write_random_probe
+
+TEXT = "<|im_start|>user\n" + "The river runs by the old mill and the tower. " * 30 + "Where is the tower?<|im_end|>"
+TIMINGS = {
+    "compress_ms",
+    "drafter_input_tokens",
+    "kept_tokens",
+    "keep_ratio",
+    "compressed_tokens",
+    "query_rule",
+    "history_queries",
+    "scorer_resume",
+    "scorer_new_tokens",
+    "scorer_forward_ms",
+    "view",
+}
+
+
+def make(path: Path, settings: dict[str, Any] | None = None, **kwargs: Any) -> PFlash:
+    return PFlash(path, settings=SelectionSettings(**(settings or {})), **(EXACT | kwargs))
+
+
+@pytest.fixture(scope="module")
+def pflash(qwen35: Path) -> Iterator[PFlash]:
+    with make(qwen35, sessions=1) as loaded:
+        yield loaded
+
+
+@pytest.fixture
+def probe(tmp_path: Path, qwen35: Path) -> Path:
+    return write_random_probe(tmp_path / "probe.gguf", qwen35)
+
+
+def test_selection_is_that_of_the_oracles_mass(qwen35: Path) -> None:
+    pflash = make(qwen35, {"select_chunk_size": 16})
+    ids = random_ids(400)
+    result = pflash.compress(ids, keep_ratio=0.25, history=[(100, 108), (200, 208)])
+    taps = pflash._scorers.head.trunk.taps(ids)  # type: ignore[union-attr]
+    mass = ReferenceScorer(qwen35).mass(taps, (392, 400), [(100, 108, 0.5), (200, 208, 0.25)])
+    chunks = fixed_chunks(400, 16)
+    ratio = float(np.float32(min(1.0, (16 + float(np.float32(0.25)) * 384 + 1) / 400)))
+    assert result.budget == int(400 * ratio)
+    expected = select(
+        [Candidate(i, b, e, mass[b:e].sum(), e > 392) for i, (b, e) in enumerate(chunks)],
+        result.budget,
+        mode="budget_only",
+    )
+    assert sum(e - b for b, e in result.spans) == expected.retained_tokens == result.retained_tokens
+    assert result.trace["selected_chunks"] == expected.ordinals
+    assert result.retained_mass == pytest.approx(expected.retained_mass, rel=1e-4)
+    assert result.stop_reason == expected.stop_reason == "budget_reached"
+
+
+def test_text_in_and_out(pflash: PFlash) -> None:
+    ids = pflash.tokenize(TEXT)
+    assert ids.dtype == np.int32 and ids[0] == 1 and ids[-1] == 2 and pflash.detokenize(ids) == TEXT
+    assert pflash.detokenize([]) == ""
+    result = pflash.compress(TEXT, keep_ratio=0.3)
+    assert np.array_equal(result.ids, np.concatenate([ids[b:e] for b, e in result.spans]))
+    assert result.text == pflash.detokenize(result.ids) and result.text.endswith("tower?<|im_end|>")
+    assert len(result.ids) == result.retained_tokens <= result.budget < len(ids)
+    assert all(a[1] < b[0] for a, b in zip(result.spans, result.spans[1:], strict=False))
+    again = pflash.compress(ids.tolist(), keep_ratio=0.3)
+    assert again.spans == result.spans and again.text == result.text
+
+
+def test_broken_characters_become_replacement_characters(pflash: PFlash) -> None:
+    ids = pflash.tokenize("größer")
+    assert pflash.detokenize(ids[:-4]).endswith("�")
+
+
+def test_everything_is_kept_at_ratio_one(pflash: PFlash) -> None:
+    result = pflash.compress(TEXT, keep_ratio=1)
+    assert result.text == TEXT and result.stop_reason == "candidates_exhausted" and result.retained_mass == 1.0
+
+
+def test_nothing_optional_is_kept_at_ratio_zero(pflash: PFlash) -> None:
+    result = pflash.compress(random_ids(300), keep_ratio=0.0)
+    assert result.spans == [(256, 300)] and result.budget == 45
+
+
+def test_query_and_required_spans_are_kept(qwen35: Path) -> None:
+    pflash = make(qwen35, {"select_chunk_size": 10})
+    result = pflash.compress(random_ids(300), keep_ratio=0.01, query=(150, 160), required=[(33, 35), (70, 90)])
+    kept = {token for begin, end in result.spans for token in range(begin, end)}
+    assert kept >= {*range(30, 40), *range(70, 90), *range(150, 300)}
+    assert result.trace["required_instruction_spans"] == [(33, 35), (70, 90)]
+    suffix = pflash.compress(random_ids(300), keep_ratio=0.01, query=(150, 160), suffix_candidates=True)
+    assert suffix.retained_tokens < 30 and (150, 160) in suffix.spans
+
+
+def test_probe_segments(qwen35: Path, probe: Path) -> None:
+    pflash = make(qwen35, segment_probe=probe)
+    ids = random_ids(600)
+    result = pflash.compress(ids, keep_ratio=0.2, required=[(50, 61)])
+    trace = result.trace
+    assert "probe" in trace["segmentation"] and trace["chunk_size"] == 0 and trace["candidate_score"] == "density"
+    scores = pflash.score(ids, query=(592, 600))
+    assert scores.probe is not None
+    inside = np.where(np.arange(600) < 592, scores.probe, 0)
+    expected = segments(
+        inside,
+        600,
+        threshold=0.8,
+        min_segment=4,
+        max_segment=64,
+        forced=[50, 61, 592],
+        subunit=scores.subunit,
+    )
+    assert [tuple(span) for span in trace["segments"]] == expected
+    assert any(b <= 50 and 61 <= e for b, e in result.spans) and result.spans[-1][1] == 600
+    assert result.retained_tokens <= result.budget
+
+
+def test_segments_setting(qwen35: Path, probe: Path) -> None:
+    ids = random_ids(300)
+    fixed = make(qwen35, {"select_segments": "fixed"}, segment_probe=probe)
+    assert fixed.score(ids, query=(290, 300)).probe is None
+    trace = fixed.compress(ids, keep_ratio=0.5).trace
+    assert trace["segments"] == [] and trace["chunk_size"] == 128 and trace["candidate_score"] == "sum"
+    with pytest.raises(ConfigError, match="PFLASH_SELECT_SEGMENTS is probe and no segment probe is given"):
+        make(qwen35, {"select_segments": "probe"})
+
+
+def test_few_boundaries_fall_back_to_chunks_unless_forced(qwen35: Path, probe: Path) -> None:
+    ids = random_ids(12)
+    assert make(qwen35, segment_probe=probe).compress(ids, keep_ratio=0.5).trace["chunk_size"] == 128
+    forced = make(qwen35, {"select_segments": "probe"}, segment_probe=probe)
+    assert forced.compress(ids, keep_ratio=0.5).trace["chunk_size"] == 0
+
+
+def test_top_p(qwen35: Path) -> None:
+    settings = {"select_mode": "top_p", "select_top_p": 0.2, "select_chunk_size": 8}
+    result = make(qwen35, settings).compress(random_ids(300), keep_ratio=0.9)
+    assert result.stop_reason == "top_p_reached" and result.trace["selector_mode"] == "top_p"
+    assert 0.2 <= result.retained_mass < 0.3
+
+
+@pytest.mark.parametrize("settings", [{"select_scorer": "legacy"}, {"qwen35_legacy_scorer": True}])
+def test_legacy_scorer(qwen35: Path, settings: dict[str, Any]) -> None:
+    pflash = make(qwen35, {"select_chunk_size": 16, **settings})
+    ids = random_ids(200)
+    importance = pflash.score(ids, query=(192, 200)).mass
+    result = pflash.compress(ids, keep_ratio=0.3, query=(100, 108), suffix_candidates=True)
+    assert result.spans[-1] == (96, 200)  # the suffix is structural with this scorer
+    trace = pflash.compress(ids, keep_ratio=0.3).trace
+    assert trace["candidate_score"] == "mean" and trace["scorer"] == "legacy"
+    means = [importance[i : i + 16].mean() for i in range(0, 200, 16)]
+    np.testing.assert_allclose(trace["chunk_scores"], means)
+
+
+def test_split_of_two_scorers(qwen35: Path) -> None:
+    ids = random_ids(400)
+    kept = {
+        kind: make(qwen35, {"select_chunk_size": 8, "select_scorer": kind}).compress(ids, keep_ratio=0.3)
+        for kind in ("head", "legacy", "split")
+    }
+    chosen = {kind: set(result.trace["selected_chunks"]) for kind, result in kept.items()}
+    assert chosen["split"] - chosen["legacy"] and chosen["split"] - chosen["head"]  # some of either alone
+    assert chosen["split"] <= chosen["head"] | chosen["legacy"]
+    assert kept["split"].trace["scorer"] == "split"
+
+
+def test_qwen3_without_a_mode_selects_chunks(qwen3: Path) -> None:
+    pflash = make(qwen3)
+    result = pflash.compress(random_ids(1400), keep_ratio=0.8)
+    assert result.retained_tokens == len(result.ids) <= result.budget == 35 * 32
+    assert result.spans[0][0] == 0 and result.spans[0][1] >= 256 and result.spans[-1][0] <= 640
+    assert result.trace["selector_mode"] == "legacy_chunks" and result.trace["chunk_size"] == 32
+    with pytest.raises(SelectionError, match="set PFLASH_SELECT_MODE"):
+        pflash.compress(random_ids(200), keep_ratio=0.5, required=[(3, 5)])
+
+
+def test_qwen3_with_a_mode_uses_block_13(qwen3: Path) -> None:
+    pflash = make(qwen3, {"select_mode": "budget_only"})
+    ids = random_ids(200)
+    taps = pflash._scorers.head.trunk.taps(ids)  # type: ignore[union-attr]
+    expected = ReferenceScorer(qwen3).mass(taps, (192, 200))
+    assert np.abs(pflash.score(ids, query=(192, 200)).mass - expected).max() <= 1e-5 * expected.max()
+    assert pflash.compress(ids, keep_ratio=0.5).trace["selector_mode"] == "budget_only"
+
+
+def test_sessions_through_compress(pflash: PFlash) -> None:
+    first = pflash.compress(TEXT, keep_ratio=0.3, session="chat")
+    again = pflash.compress(TEXT, keep_ratio=0.3, session="chat")
+    n = first.timings["drafter_input_tokens"]
+    assert (again.timings["scorer_resume"], again.timings["scorer_new_tokens"]) == (n, 0)
+    assert again.spans == first.spans
+
+
+def test_timings_and_trace(tmp_path: Path, qwen35: Path) -> None:
+    pflash = make(qwen35, {"trace_path": str(tmp_path / "trace.jsonl")})
+    ids = random_ids(300)
+    result = pflash.compress(ids, keep_ratio=0.1, history=[(100, 108)])
+    assert set(result.timings) == TIMINGS
+    timings = result.timings
+    assert timings["compress_ms"] > timings["scorer_forward_ms"] > 0
+    assert (timings["drafter_input_tokens"], timings["kept_tokens"]) == (300, result.retained_tokens)
+    assert (timings["query_rule"], timings["history_queries"]) == ("content_tail", 1)
+    pflash.compress(ids, keep_ratio=0.5, query=(90, 95))
+    first, second = map(json.loads, (tmp_path / "trace.jsonl").read_text().splitlines())
+    assert first == json.loads(json.dumps(result.trace)) and second["parser"]["selection_rule"] == "explicit_query_span"
+    assert first["compressed_ids"] == result.ids.tolist() and first["input_ids"] == ids.tolist()
+    assert len(first["chunk_scores"]) == 3 and first["forced_chunks"] == [2]
+    assert first["parser"]["windows"] == [[100, 108, 0.5]]
+    digest = 0xCBF29CE484222325
+    for byte in ids.astype("<i4").tobytes():
+        digest = (digest ^ byte) * 0x100000001B3 % 2**64
+    assert first["parser"]["fingerprint"] == f"{digest:016x}"
+
+
+def test_trace_that_cannot_be_written_fails(tmp_path: Path, qwen35: Path) -> None:
+    with pytest.raises(ConfigError, match="PFLASH_TRACE_PATH"):
+        make(qwen35, {"trace_path": str(tmp_path)})
+
+
+@pytest.mark.parametrize("kind", ["callable", "path", "llama"])
+def test_target_tokens_are_held_to_their_share(qwen35: Path, kind: str) -> None:
+    target: Any = lambda text: len(text.split())  # noqa: E731
+    if kind != "callable":
+        target = qwen35 if kind == "path" else llama_cpp.Llama(str(qwen35), vocab_only=True, verbose=False)
+    pflash = make(qwen35, {"select_chunk_size": 8}, target=target)
+    result = pflash.compress(TEXT, keep_ratio=0.2)
+    count = target if kind == "callable" else lambda text: len(pflash.tokenize(text))
+    n = len(pflash.tokenize(TEXT))
+    kept = n - (n - 8) // 8 * 8  # the chunks that hold the last eight tokens
+    ratio = float(np.float32((kept + float(np.float32(0.2)) * (n - kept) + 1) / n))
+    assert result.timings["compressed_tokens"] == count(result.text) <= int(count(TEXT) * ratio)
+
+
+def test_budget_is_tightened_to_the_targets_tokens(qwen35: Path) -> None:
+    tokenize = make(qwen35).tokenize
+    whole = tokenize(TEXT)
+
+    def slightly_over(text: str) -> int:
+        return len(whole) if text == TEXT else len(tokenize(text)) + 30
+
+    pflash = make(qwen35, {"select_chunk_size": 4}, target=slightly_over)
+    loose = make(qwen35, {"select_chunk_size": 4}).compress(TEXT, keep_ratio=0.2)
+    assert pflash.compress(TEXT, keep_ratio=0.2).retained_tokens < loose.retained_tokens
+
+
+def test_stubborn_target_is_asked_four_times(qwen35: Path) -> None:
+    whole = len(make(qwen35).tokenize(TEXT))
+    asked: list[int] = []
+
+    def count(text: str) -> int:
+        if text == TEXT:
+            return 10 * whole
+        asked.append(len(text))
+        return 3 * whole  # always a little above the ceiling
+
+    with pytest.raises(BudgetError, match="after 3 tighter selections"):
+        make(qwen35, {"select_chunk_size": 4}, target=count).compress(TEXT, keep_ratio=0.29)
+    assert len(asked) == 4
+
+
+def test_what_must_be_kept_exceeds_a_tightened_budget(qwen35: Path) -> None:
+    n = len(make(qwen35).tokenize(TEXT))
+    with pytest.raises(SelectionError) as caught:
+        make(qwen35, target=lambda text: n if text == TEXT else 1300).compress(TEXT, keep_ratio=0.5, required=[(0, 99)])
+    assert caught.value.stop_reason == "mandatory_query_exceeds_budget"
+
+
+@pytest.mark.parametrize("target", [5, object(), lambda text: -1, lambda text: "x"])
+def test_targets_are_checked(qwen35: Path, target: Any) -> None:
+    with pytest.raises(ConfigError, match="target"):
+        make(qwen35, target=target).compress(TEXT, keep_ratio=0.5)
+
+
+def test_missing_target(qwen35: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="target not found"):
+        make(qwen35, target=tmp_path / "absent.gguf")
+    (tmp_path / "junk.gguf").write_bytes(b"GGUF junk")
+    with pytest.raises(CheckpointError, match="cannot load the vocabulary"):
+        make(qwen35, target=tmp_path / "junk.gguf")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"keep_ratio": -0.1}, ConfigError),
+        ({"keep_ratio": 1.1}, ConfigError),
+        ({"keep_ratio": float("nan")}, ConfigError),
+        ({"keep_ratio": "x"}, ConfigError),
+        ({"text_or_ids": ""}, ConfigError),
+        ({"text_or_ids": []}, ConfigError),
+        ({"text_or_ids": [TINY_QWEN35.n_vocab]}, ConfigError),
+        ({"text_or_ids": [-1, 5]}, ConfigError),
+        ({"text_or_ids": b"bytes"}, ConfigError),
+        ({"text_or_ids": None}, ConfigError),
+        ({"text_or_ids": "lone \ud800 surrogate"}, ConfigError),
+        ({"text_or_ids": [5]}, QueryError),  # nothing before the query
+        ({"query": (0, 5)}, QueryError),
+        ({"query": (60, 60)}, QueryError),
+        ({"query": (95, 105)}, QueryError),
+        ({"query": 7}, QueryError),
+        ({"history": [(0, 0)]}, QueryError),
+        ({"history": [5]}, QueryError),
+        ({"required": [(5, 3)]}, SelectionError),
+        ({"required": [(3, 6), (5, 8)]}, SelectionError),
+        ({"required": [(90, 101)]}, SelectionError),
+        ({"required": [(i, i + 1) for i in range(65)]}, SelectionError),
+        ({"session": 5}, ConfigError),
+        ({"text_or_ids": random_ids(9000)}, ConfigError),  # longer than the file's context
+    ],
+)
+def test_refusals_leave_the_session(pflash: PFlash, arguments: dict[str, Any], error: type[LagunaError]) -> None:
+    ids = random_ids(100)
+    pflash.compress(ids, keep_ratio=0.5, session="kept")
+    with pytest.raises(error):
+        pflash.compress(**({"text_or_ids": ids, "keep_ratio": 0.5, "session": "kept"} | arguments))
+    assert pflash.score(ids, query=(92, 100), session="kept").new_tokens == 0
+
+
+def test_failures_return_no_prompt(tmp_path: Path, qwen35: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = random_tensors(TINY_QWEN35)
+    tensors["blk.2.ffn_up.weight"][0] = np.nan
+    broken = make(write_drafter(tmp_path / "nan.gguf", tensors=tensors))
+    with pytest.raises(ScorerError):
+        broken.compress(TEXT, keep_ratio=1.0)
+    pflash = make(qwen35)
+    monkeypatch.setattr(llama_cpp, "llama_decode", lambda *_: -3)
+    with pytest.raises(DecodeError, match="returned -3"):
+        pflash.compress(TEXT, keep_ratio=1.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("PFLASH_SELECT_CHUNK_SIZE", "12x"),
+        ("PFLASH_DRAFTER_SESSIONS", "17"),
+        ("PFLASH_SELECT_MODE", "BUDGET_ONLY"),
+        ("PFLASH_SCORING_HEAD_GGUF", ""),
+    ],
+)
+def test_environment_errors_name_the_variable(
+    qwen35: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=name):
+        PFlash(qwen35, **EXACT)
+
+
+def test_files_come_from_the_environment(
+    tmp_path: Path, qwen35: Path, probe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    export_head(qwen35, tmp_path / "head.gguf")
+    monkeypatch.setenv("PFLASH_SCORING_HEAD_GGUF", str(tmp_path / "head.gguf"))
+    monkeypatch.setenv("PFLASH_SEGMENT_PROBE_GGUF", str(probe))
+    with PFlash(qwen35, **EXACT) as pflash:
+        assert pflash.score(random_ids(30), query=(20, 30)).probe is not None
+    other = write_drafter(tmp_path / "other.gguf", seed=3)
+    with pytest.raises(TargetMismatchError, match="belongs to another drafter"):
+        PFlash(other, **EXACT)
+    with pytest.raises(CheckpointError, match="not found"):
+        PFlash(qwen35, scoring_head=tmp_path / "absent.gguf", **EXACT)  # an explicit argument wins
+
+
+@pytest.mark.parametrize("sessions", [-1, 17, 1.5, True])
+def test_sessions_are_checked(qwen35: Path, sessions: Any) -> None:
+    with pytest.raises(ConfigError, match="sessions is"):
+        make(qwen35, sessions=sessions)
+
+
+def test_several_threads_wait_for_one_another(pflash: PFlash) -> None:
+    prompts = [random_ids(150, seed=i) for i in range(4)]
+    expected = [pflash.compress(ids, keep_ratio=0.4).spans for ids in prompts]
+    found: dict[int, Any] = {}
+
+    def work(i: int) -> None:
+        found[i] = pflash.compress(prompts[i], keep_ratio=0.4, session="shared").spans
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [found[i] for i in range(4)] == expected
+
+
+def test_progress_and_close(qwen35: Path) -> None:
+    pflash = make(qwen35, n_ubatch=64)
+    seen: list[tuple[int, int]] = []
+    pflash.on_progress = lambda done, total: seen.append((done, total))
+    pflash.compress(random_ids(128), keep_ratio=0.5)
+    assert seen == [(64, 128), (128, 128)]
+    pflash.close()
+    pflash.close()
+    for call in (
+        lambda: pflash.compress(TEXT, keep_ratio=0.5),
+        lambda: pflash.tokenize("a"),
+        lambda: pflash.score([1], query=(0, 1)),
+    ):
+        with pytest.raises(DecodeError, match="closed"):
+            call()
