@@ -199,6 +199,41 @@ def measure(config: DrafterConfig, n_threads: int, n_context: int, repeats: int,
     return results
 
 
+def measure_positions(
+    config: DrafterConfig, n_threads: int, positions: list[int], repeats: int, blocks: list[int]
+) -> list[dict]:
+    """Rows of results, one a block length and position: a draft sees one window of rows wherever it is."""
+    tensors = random_tensors(config)
+    window_rows = config.sliding_window - 1
+    shape = (window_rows, len(config.target_layer_ids), config.hidden_size)
+    features = np.random.default_rng(1).standard_normal(shape, dtype=np.float32)
+    times: dict[tuple[int, int], list[float]] = {(n, p): [] for n in blocks for p in positions}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "thin-target-Q8_0.gguf"
+        write_thin_target(path, config)
+        target = TargetModel(path)
+        drafter = Drafter(Checkpoint(config, tensors, dialect="random", source=Path()), n_threads=n_threads)
+        drafter.bind_target(target)
+        for i in range(repeats + 1):
+            for p in positions[i % len(positions) :] + positions[: i % len(positions)]:
+                drafter.reset()
+                drafter.append_context(features, start_position=p - window_rows)
+                for n in blocks:
+                    drafter.draft(100, n)
+                    began = perf_counter()
+                    drafter.draft(100, n)
+                    if i:  # the first round builds graphs and touches memory
+                        times[n, p].append((perf_counter() - began) * 1e3)
+    rows = []
+    for n in blocks:
+        first = times[n, positions[0]]
+        for p in positions:
+            ratio = statistics.median(a / b for a, b in zip(times[n, p], first, strict=True))
+            row = {"n": n, "position": p, "threads": n_threads, "draft_ms": round(statistics.median(times[n, p]), 3)}
+            rows.append(row | {"by_first": round(ratio, 3)})
+    return rows
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", choices=("xs", "smoke"), default="xs")
@@ -206,9 +241,22 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--context", type=int, default=511, help="context rows before the block")
     parser.add_argument("-r", "--repeats", type=int, default=15)
     parser.add_argument("--blocks", type=int, nargs="+", default=[7, 15])
+    parser.add_argument("--positions", type=int, nargs="+", help="instead: the time of a draft at these positions")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(argv)
     llama_cpp.llama_backend_init()
+    if args.positions:
+        config = drafter_config(args.shapes)
+        if min(args.positions) < config.sliding_window:
+            parser.error(f"--positions begin at {config.sliding_window}, where the window is full")
+        rows = measure_positions(config, args.threads, args.positions, args.repeats, args.blocks)
+        if args.json:
+            print(json.dumps({"shapes": args.shapes, "rows": rows}))
+        else:
+            print(f"{'n':>3} {'position':>9} {'draft ms':>9} {'by first':>9}")
+            for row in rows:
+                print(f"{row['n']:3} {row['position']:9} {row['draft_ms']:9.2f} {row['by_first']:9.3f}")
+        return 0
     rows = measure(drafter_config(args.shapes), args.threads, args.context, args.repeats, args.blocks)
     if args.json:
         print(json.dumps({"shapes": args.shapes, "rows": rows}))

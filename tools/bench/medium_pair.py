@@ -48,12 +48,14 @@ DRAFTER_LAYERS = 3
 
 
 def write_pair(folder: Path, config: TargetConfig = MEDIUM) -> tuple[Path, Path]:
-    """Target and drafter as Q8_0 GGUF files (0.8 and 0.06 GB for MEDIUM); returns their paths."""
-    target = folder / "medium-target-Q8_0.gguf"
+    """Paths of target and drafter as Q8_0 GGUF files (0.76 and 0.07 GB for MEDIUM), written unless they are there."""
+    target, drafter = folder / "random-target-Q8_0.gguf", folder / "random-drafter-Q8_0.gguf"
+    if drafter.exists():
+        return target, drafter
+    folder.mkdir(exist_ok=True)
     write_target_gguf(target, config, _target_tensors(config), toy_tokenizer(config.n_vocab), "q8_0")
     source = folder / "drafter"
     _write_drafter(source, config)
-    drafter = folder / "medium-drafter-Q8_0.gguf"
     convert_dflash(source, drafter, outtype="q8_0", target=target)
     return target, drafter
 
