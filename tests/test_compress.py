@@ -1,7 +1,9 @@
 """PFlash.compress: exact budgets, what is kept in any case, every scorer and refusal, never an unscored prompt."""
 
+import gc
 import json
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,7 +32,7 @@ from random_drafter import TINY_QWEN35, random_tensors, write_drafter
 from reference.pflash_numpy import ReferenceScorer
 from scorer_fixtures import EXACT, random_ids, write_random_probe
 
-TEXT = "<|im_start|>user\n" + "The river runs by the old mill and the tower. " * 30 + "Where is the tower?<|im_end|>"
+TEXT = "<|im_start|>user\n" + "The river runs by the old mill and the tower. " * 14 + "Where is the tower?<|im_end|>"
 TIMINGS = {
     "compress_ms",
     "drafter_input_tokens",
@@ -278,7 +280,7 @@ def test_stubborn_target_is_asked_four_times(qwen35: Path) -> None:
         if text == TEXT:
             return 10 * whole
         asked.append(len(text))
-        return 3 * whole  # always a little above the ceiling
+        return 4 * whole  # always above the ceiling
 
     with pytest.raises(BudgetError, match="after 3 tighter selections"):
         make(qwen35, {"select_chunk_size": 4}, target=count).compress(TEXT, keep_ratio=0.29)
@@ -286,9 +288,13 @@ def test_stubborn_target_is_asked_four_times(qwen35: Path) -> None:
 
 
 def test_what_must_be_kept_exceeds_a_tightened_budget(qwen35: Path) -> None:
-    n = len(make(qwen35).tokenize(TEXT))
-    with pytest.raises(SelectionError) as caught:
-        make(qwen35, target=lambda text: n if text == TEXT else 1300).compress(TEXT, keep_ratio=0.5, required=[(0, 99)])
+    def compress(target: Any = None) -> Any:
+        pflash = make(qwen35, {"select_chunk_size": 64}, target=target)
+        return pflash.compress(TEXT, keep_ratio=0.5, required=[(0, 99)])  # two chunks
+
+    n, budget = len(make(qwen35).tokenize(TEXT)), compress().budget
+    with pytest.raises(SelectionError, match="what must be kept takes") as caught:
+        compress(lambda text: n if text == TEXT else 2 * budget - 51)  # leaves 50 tokens
     assert caught.value.stop_reason == "mandatory_query_exceeds_budget"
 
 
@@ -424,3 +430,15 @@ def test_progress_and_close(qwen35: Path) -> None:
     ):
         with pytest.raises(DecodeError, match="closed"):
             call()
+
+
+def test_forgotten_objects_are_freed_in_a_safe_order(qwen35: Path) -> None:
+    """Scorer, sessions and contexts refer to one another; a collection must not free the model before them."""
+    kept = weakref.WeakSet[Any]()
+    for _ in range(3):
+        pflash = make(qwen35, {"select_scorer": "split"}, sessions=2)
+        pflash.compress(random_ids(40), keep_ratio=0.5, session="a")
+        kept.add(pflash)
+        del pflash
+        gc.collect()
+    assert len(kept) == 0

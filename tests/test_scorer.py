@@ -147,8 +147,8 @@ def test_probe_is_the_oracles(tmp_path: Path, qwen35: Path, gelu: str, subunit: 
     probe = replace(random_probe(TINY_QWEN35.n_embd, subunit=subunit), gelu=gelu)
     path = write_random_probe(tmp_path / "probe.gguf", qwen35, probe)
     scorer = make_scorer(qwen35, probe=path)
-    ids = random_ids(700)
-    scores = scorer.score(ids, query=(690, 700))
+    ids = random_ids(300)
+    scores = scorer.score(ids, query=(290, 300))
     unit, inner = probe_scores(path, scorer.trunk.taps(ids))
     assert scores.probe is not None and scores.probe.dtype == np.float32
     assert np.abs(scores.probe - unit).max() < 1e-5 and unit.std() > 0.1
@@ -156,7 +156,7 @@ def test_probe_is_the_oracles(tmp_path: Path, qwen35: Path, gelu: str, subunit: 
         assert scores.subunit is not None and inner is not None and np.abs(scores.subunit - inner).max() < 1e-5
     else:
         assert scores.subunit is None and inner is None
-    assert scorer.score(ids, query=(690, 700), run_probe=False).probe is None
+    assert scorer.score(ids, query=(290, 300), run_probe=False).probe is None
 
 
 def test_probe_of_one_token_and_wide_convolution(tmp_path: Path, qwen35: Path) -> None:

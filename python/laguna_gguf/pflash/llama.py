@@ -221,6 +221,11 @@ class LlamaModel:
         return np.ascontiguousarray(array, dtype=np.int32)
 
 
+def _free_context(context: Any, model: LlamaModel) -> None:
+    """`model` is an argument so that it lives until its contexts are gone, whatever a collection finds first."""
+    llama_cpp.llama_free(context)
+
+
 def utf8(text: str) -> bytes:
     """The text's bytes; ConfigError for lone surrogates that stand for no byte."""
     try:
@@ -277,7 +282,7 @@ class LlamaContext:
             n_ctx *= 2
         n_ctx = min(n_ctx, self.limit)
         context = self._new_context(n_ctx)
-        finalizer = weakref.finalize(self, llama_cpp.llama_free, context)
+        finalizer = weakref.finalize(self, _free_context, context, self._model)
         kept = [self._copied(context, sequence) for sequence in range(self.n_sequences)]
         self._free()
         self._context, self._free, self._n_ctx = context, finalizer, n_ctx

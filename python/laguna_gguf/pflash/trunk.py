@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -25,7 +26,12 @@ class Trunk:
     """Runs tokens through the blocks before the scoring block and hands out the tap, one micro-batch at a time."""
 
     def __init__(
-        self, path: str, *, n_sequences: int = 1, model: LlamaModel | None = None, **llama_kwargs: Any
+        self,
+        path: str | os.PathLike[str],
+        *,
+        n_sequences: int = 1,
+        model: LlamaModel | None = None,
+        **llama_kwargs: Any,
     ) -> None:
         """path: a drafter GGUF. n_sequences: prompts whose state is kept side by side, the first for `taps`.
 
