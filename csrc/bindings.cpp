@@ -176,6 +176,13 @@ void bind_drafter(py::module_ &m) {
             [](Drafter &self, uintptr_t model) { self.bind_target(reinterpret_cast<const llama_model *>(model)); },
             py::arg("llama_model"))
         .def("unbind_target", &Drafter::unbind_target)
+        .def(
+            "limit_vocabulary",
+            [](Drafter &self, std::vector<int32_t> ids, int type, const Bytes &rows) {
+                self.limit_vocabulary(std::move(ids), static_cast<ggml_type>(type), rows.data(),
+                                      static_cast<size_t>(rows.nbytes()));
+            },
+            py::arg("ids"), py::arg("ggml_type"), py::arg("rows").noconvert())
         .def("append", &append, py::arg("features").noconvert(), py::arg("start_position"))
         .def("append_captured", &append_captured, py::arg("capture"), py::arg("first_row"), py::arg("n_rows"),
              py::arg("start_position"), py::arg("deferred") = false)

@@ -37,7 +37,7 @@ def plain(pair: tuple[Path, Path]) -> list[Text]:
 
 
 def test_sizes_and_prompts() -> None:
-    files = [DATA / "demo-target-f16.gguf", DATA / "demo-drafter-bf16.gguf"]
+    files = [DATA / "demo-target-q8_0.gguf", DATA / "demo-drafter-q8_0.gguf"]
     assert sum(file.stat().st_size for file in files) <= MAX_BYTES
     assert len(PROMPTS) >= 20
     assert len({prompt["prompt"] for prompt in PROMPTS}) == len(PROMPTS)

@@ -3,7 +3,8 @@
 
 Weights are random (speed does not depend on their values). The target is thin in its layers but has the real width and
 vocabulary, since drafting uses its embedding rows and output head. The floor is a plain ggml graph of the same weight
-products: no norms, no attention, no activation. Prints medians; --json for machines.
+products: no norms, no attention, no activation. --draft-vocab N measures a drafter over the first N tokens as well.
+Prints medians; --json for machines.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from demo_pair.target_gguf import (
 )
 from laguna_gguf import DrafterConfig, _native
 from laguna_gguf.dflash.checkpoint import Checkpoint, TensorData
+from laguna_gguf.dflash.draft_vocab import output_rows
 from laguna_gguf.dflash.drafter import Drafter
 from laguna_gguf.dflash.target import TargetModel
 
@@ -167,7 +169,9 @@ def products(
     return weights, rows
 
 
-def measure(config: DrafterConfig, n_threads: int, n_context: int, repeats: int, blocks: list[int]) -> list[dict]:
+def measure(
+    config: DrafterConfig, n_threads: int, n_context: int, repeats: int, blocks: list[int], draft_vocab: int | None
+) -> list[dict]:
     """Rows of results, one a block length."""
     tensors = random_tensors(config)
     results = []
@@ -175,26 +179,36 @@ def measure(config: DrafterConfig, n_threads: int, n_context: int, repeats: int,
         path = Path(folder) / "thin-target-Q8_0.gguf"
         write_thin_target(path, config)
         target = TargetModel(path)
-        drafter = Drafter(Checkpoint(config, tensors, dialect="random", source=Path()), n_threads=n_threads)
-        drafter.bind_target(target)
-        rng = np.random.default_rng(1)
         shape = (n_context, len(config.target_layer_ids), config.hidden_size)
-        drafter.append_context(rng.standard_normal(shape, dtype=np.float32))
+        features = np.random.default_rng(1).standard_normal(shape, dtype=np.float32)
+        drafters = {"draft_ms": Drafter(Checkpoint(config, tensors, "random", Path()), n_threads=n_threads)}
+        if draft_vocab:
+            drafters["limited_ms"] = Drafter(Checkpoint(config, tensors, "random", Path()), n_threads=n_threads)
+        for drafter in drafters.values():
+            drafter.bind_target(target)
+            drafter.append_context(features)
+        if draft_vocab:
+            ids = np.arange(draft_vocab, dtype=np.int32)
+            drafters["limited_ms"].limit_vocabulary(ids, *output_rows(path, ids))
         for n in blocks:
             floor = MatrixProducts(*products(config, tensors, n), n_threads=n_threads)
-            times: dict[str, list[float]] = {"draft_ms": [], "floor_ms": []}
+            times: dict[str, list[float]] = {name: [] for name in [*drafters, "floor_ms"]}
             for i in range(repeats + 1):
-                began = perf_counter()
-                drafter.draft(100, n)
-                draft_ms = (perf_counter() - began) * 1e3
-                floor_ms = floor.run()
-                if i:  # the first pair builds graphs and touches memory
-                    times["draft_ms"].append(draft_ms)
-                    times["floor_ms"].append(floor_ms)
-            ratios = [d / f for d, f in zip(times["draft_ms"], times["floor_ms"], strict=True)]
+                lap = {}
+                for name, drafter in drafters.items():
+                    began = perf_counter()
+                    drafter.draft(100, n)
+                    lap[name] = (perf_counter() - began) * 1e3
+                lap["floor_ms"] = floor.run()
+                for name, ms in lap.items():
+                    if i:  # the first lap builds graphs and touches memory
+                        times[name].append(ms)
             row = {"n": n, "context": n_context, "threads": n_threads}
             row |= {name: round(statistics.median(values), 3) for name, values in times.items()}
-            results.append(row | {"ratio": round(statistics.median(ratios), 3)})
+            row["ratio"] = ratio(times["draft_ms"], times["floor_ms"])
+            if draft_vocab:
+                row |= {"draft_vocab": draft_vocab, "limited_ratio": ratio(times["limited_ms"], times["draft_ms"])}
+            results.append(row)
             del floor
     return results
 
@@ -228,10 +242,15 @@ def measure_positions(
     for n in blocks:
         first = times[n, positions[0]]
         for p in positions:
-            ratio = statistics.median(a / b for a, b in zip(times[n, p], first, strict=True))
+            by_first = ratio(times[n, p], first)
             row = {"n": n, "position": p, "threads": n_threads, "draft_ms": round(statistics.median(times[n, p]), 3)}
-            rows.append(row | {"by_first": round(ratio, 3)})
+            rows.append(row | {"by_first": by_first})
     return rows
+
+
+def ratio(values: list[float], others: list[float]) -> float:
+    """Median of the quotients lap by lap."""
+    return round(statistics.median(a / b for a, b in zip(values, others, strict=True)), 3)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -242,11 +261,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("-r", "--repeats", type=int, default=15)
     parser.add_argument("--blocks", type=int, nargs="+", default=[7, 15])
     parser.add_argument("--positions", type=int, nargs="+", help="instead: the time of a draft at these positions")
+    parser.add_argument("--draft-vocab", type=int, metavar="N", help="also draft over N tokens only")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(argv)
     llama_cpp.llama_backend_init()
+    config = drafter_config(args.shapes)
     if args.positions:
-        config = drafter_config(args.shapes)
         if min(args.positions) < config.sliding_window:
             parser.error(f"--positions begin at {config.sliding_window}, where the window is full")
         rows = measure_positions(config, args.threads, args.positions, args.repeats, args.blocks)
@@ -257,13 +277,15 @@ def main(argv: list[str] | None = None) -> int:
             for row in rows:
                 print(f"{row['n']:3} {row['position']:9} {row['draft_ms']:9.2f} {row['by_first']:9.3f}")
         return 0
-    rows = measure(drafter_config(args.shapes), args.threads, args.context, args.repeats, args.blocks)
+    rows = measure(config, args.threads, args.context, args.repeats, args.blocks, args.draft_vocab)
     if args.json:
         print(json.dumps({"shapes": args.shapes, "rows": rows}))
     else:
         print(f"{'n':>3} {'context':>8} {'draft ms':>9} {'floor ms':>9} {'ratio':>6}")
         for row in rows:
             print(f"{row['n']:3} {row['context']:8} {row['draft_ms']:9.2f} {row['floor_ms']:9.2f} {row['ratio']:6.2f}")
+            if args.draft_vocab:
+                print(f"over {args.draft_vocab:7} {row['limited_ms']:9.2f} {'':9} {row['limited_ratio']:6.2f} of that")
     return 0
 
 

@@ -58,8 +58,8 @@ def load_prompts() -> list[dict[str, Any]]:
 def exact_pair(data: Path = DATA) -> Iterator[tuple[Path, Path]]:
     """The shipped pair up-cast to f32 in a temporary folder."""
     with tempfile.TemporaryDirectory() as folder:
-        target = upcast(data / "demo-target-f16.gguf", Path(folder) / "target-F32.gguf")
-        yield target, upcast(data / "demo-drafter-bf16.gguf", Path(folder) / "drafter-F32.gguf")
+        target = upcast(data / "demo-target-q8_0.gguf", Path(folder) / "target-F32.gguf")
+        yield target, upcast(data / "demo-drafter-q8_0.gguf", Path(folder) / "drafter-F32.gguf")
 
 
 def open_session(target: Path, drafter: Path, draft_max: int, *, exact: bool, n_threads: int) -> SpecSession:
@@ -145,7 +145,7 @@ def measure_acceptance(prompts: list[dict[str, Any]]) -> dict[str, Any]:
 
 def measure_speed(prompts: list[dict[str, Any]], depths: list[int], n_threads: int, repeats: int) -> dict[str, Any]:
     """Tokens/s by depth on the shipped files, and the median over prompts and repeats of speculative by plain."""
-    target, drafter = DATA / "demo-target-f16.gguf", DATA / "demo-drafter-bf16.gguf"
+    target, drafter = DATA / "demo-target-q8_0.gguf", DATA / "demo-drafter-q8_0.gguf"
     sessions = {n: open_session(target, drafter, n, exact=False, n_threads=n_threads) for n in [0, *depths]}
     rates: dict[int, list[float]] = {n: [] for n in sessions}
     for session in sessions.values():

@@ -157,8 +157,8 @@ def export_target_file(a: argparse.Namespace) -> Path:
 
     target = TargetModel(TargetConfig())
     target.load_state_dict(torch.load(a.work / "target.pt", weights_only=True))
-    path = a.out / "demo-target-f16.gguf"
-    export_target(path, target.config, target.to_numpy(), Tokenizer.from_file(str(a.work / "tokenizer.json")), "f16")
+    path = a.out / "demo-target-q8_0.gguf"
+    export_target(path, target.config, target.to_numpy(), Tokenizer.from_file(str(a.work / "tokenizer.json")), "q8_0")
     log(a.work, f"wrote {path.name}, {path.stat().st_size / 1e6:.1f} MB")
     return path
 
@@ -189,7 +189,7 @@ def export(a: argparse.Namespace) -> None:
     target_path = export_target_file(a)
     folder = a.work / "drafter-hf"
     export_drafter(folder, drafter.config, {n: p.detach().numpy() for n, p in drafter.weights.items()})
-    drafter_path = a.out / "demo-drafter-bf16.gguf"
+    drafter_path = a.out / "demo-drafter-q8_0.gguf"
     if not convert_drafter(folder, drafter_path, target_path):
         log(a.work, "laguna_gguf is not installed: the drafter stays a Hugging Face checkpoint")
     stages = ("data", "target", "generation", "drafter", "evaluation")

@@ -3,6 +3,7 @@
 #include "error.h"
 
 #include <algorithm>
+#include <limits>
 #include <string>
 
 namespace laguna {
@@ -61,7 +62,7 @@ void Drafter::bind_target(const llama_model *model) {
     std::vector<float> mask_row(static_cast<size_t>(config_.n_embd));
     target.embed(static_cast<int32_t>(config_.mask_token_id), mask_row.data());
     backends_.add(target.output_device());
-    block_graphs_.clear();
+    limit_vocabulary({}, GGML_TYPE_F32, nullptr, 0); // rows of another target
     mask_row_ = std::move(mask_row);
     target_ = std::move(target);
 }
@@ -69,6 +70,38 @@ void Drafter::bind_target(const llama_model *model) {
 void Drafter::unbind_target() {
     block_graphs_.clear();
     target_.reset();
+}
+
+void Drafter::limit_vocabulary(std::vector<int32_t> ids, ggml_type type, const uint8_t *rows, size_t n_bytes) {
+    for (size_t i = 0; i < ids.size(); ++i) {
+        if (ids[i] < 0 || ids[i] >= config_.n_vocab || (i > 0 && ids[i] <= ids[i - 1])) {
+            throw Error(ErrorKind::config, "draft vocabulary: needed ascending ids in 0.." +
+                                               std::to_string(config_.n_vocab - 1) + "; found " +
+                                               std::to_string(ids[i]) + " at " + std::to_string(i));
+        }
+    }
+    ContextPtr context;
+    BufferPtr buffer;
+    ggml_tensor *output = nullptr;
+    if (!ids.empty()) {
+        const bool fits = type >= 0 && type < GGML_TYPE_COUNT && ggml_blck_size(type) > 0 &&
+                          config_.n_embd % ggml_blck_size(type) == 0 &&
+                          n_bytes == ids.size() * ggml_row_size(type, config_.n_embd);
+        if (!fits) {
+            throw Error(ErrorKind::config, "draft vocabulary: " + std::to_string(n_bytes) + " bytes are not " +
+                                               std::to_string(ids.size()) + " rows of the output head");
+        }
+        context = new_context(1);
+        output = ggml_new_tensor_2d(context.get(), type, config_.n_embd, static_cast<int64_t>(ids.size()));
+        buffer = allocate_tensors(context.get(), backends_.main(), "the output rows of the draft vocabulary");
+        ggml_backend_buffer_set_usage(buffer.get(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
+        ggml_backend_tensor_set(output, rows, 0, n_bytes);
+    }
+    block_graphs_.clear(); // they hold the old tensor
+    limited_output_ = output;
+    limited_buffer_ = std::move(buffer);
+    limited_context_ = std::move(context);
+    limited_ids_ = std::move(ids);
 }
 
 void Drafter::check_rows(int64_t n_rows, int64_t start_position) const {
@@ -179,13 +212,12 @@ void Drafter::draft(int32_t anchor, int64_t n, bool anchored, int32_t *tokens, f
         throw Error(ErrorKind::config,
                     "anchor token is " + std::to_string(anchor) + "; needed 0.." + std::to_string(config_.n_vocab - 1));
     }
-    const bool output_in_host = ggml_backend_buffer_is_host(target_->output()->buffer);
+    const bool output_in_host = ggml_backend_buffer_is_host(output()->buffer);
     const bool argmax = argmax_on_device || !output_in_host;
     flush();
     const int64_t n_slots = cache_.n_slots_used();
     BlockGraph &block = block_graphs_.get({n, n_slots, argmax}, [&] {
-        return std::make_unique<BlockGraph>(config_, weights_, cache_, target_->output(), backends_, n, n_slots,
-                                            argmax);
+        return std::make_unique<BlockGraph>(config_, weights_, cache_, output(), backends_, n, n_slots, argmax);
     });
 
     const size_t width = static_cast<size_t>(config_.n_embd);
@@ -206,16 +238,30 @@ void Drafter::draft(int32_t anchor, int64_t n, bool anchored, int32_t *tokens, f
     ggml_backend_tensor_set(block.mask, mask_.data(), 0, ggml_nbytes(block.mask));
     block.graph->compute();
 
-    if (logits != nullptr) {
+    const size_t width_out = static_cast<size_t>(block.logits->ne[0]); // V, or the draft vocabulary
+    const bool limited = limited_output_ != nullptr;
+    if (logits != nullptr && !limited) {
         ggml_backend_tensor_get(block.logits, logits, 0, ggml_nbytes(block.logits));
+    } else if (logits != nullptr) {
+        logits_.resize(width_out * static_cast<size_t>(n));
+        ggml_backend_tensor_get(block.logits, logits_.data(), 0, ggml_nbytes(block.logits));
+        std::fill(logits, logits + n * config_.n_vocab, -std::numeric_limits<float>::infinity());
+        for (int64_t row = 0; row < n; ++row) {
+            for (size_t i = 0; i < width_out; ++i) {
+                logits[row * config_.n_vocab + limited_ids_[i]] = logits_[static_cast<size_t>(row) * width_out + i];
+            }
+        }
     }
     if (argmax) {
         ggml_backend_tensor_get(block.tokens, tokens, 0, ggml_nbytes(block.tokens));
-        return;
+    } else {
+        const float *rows = static_cast<const float *>(block.logits->data);
+        for (int64_t row = 0; row < n; ++row) {
+            tokens[row] = lowest_maximum(rows + row * block.logits->ne[0], block.logits->ne[0]);
+        }
     }
-    const float *rows = static_cast<const float *>(block.logits->data);
-    for (int64_t row = 0; row < n; ++row) {
-        tokens[row] = lowest_maximum(rows + row * config_.n_vocab, config_.n_vocab);
+    for (int64_t row = 0; limited && row < n; ++row) {
+        tokens[row] = limited_ids_[static_cast<size_t>(tokens[row])];
     }
 }
 

@@ -32,6 +32,9 @@ class Drafter {
     void unbind_target();
     bool has_target() const { return target_.has_value(); }
 
+    // Draft only tokens `ids` (ascending): `rows` are theirs of the output head, in its type. Empty: all tokens again.
+    void limit_vocabulary(std::vector<int32_t> ids, ggml_type type, const uint8_t *rows, size_t n_bytes);
+
     // features [n_rows, A, H] of the positions from start_position on.
     void append(const float *features, int64_t n_rows, int64_t start_position);
     // The same, computed later: with the next draft, or when a block of rows is full. While decoding is plain, a row
@@ -46,7 +49,9 @@ class Drafter {
 
     bool argmax_on_device = false; // always so for logits outside host memory
 
-    size_t weights_bytes() const { return weights_.n_bytes(); }
+    size_t weights_bytes() const {
+        return weights_.n_bytes() + (limited_buffer_ ? ggml_backend_buffer_get_size(limited_buffer_.get()) : 0);
+    }
     size_t cache_bytes() const { return cache_.n_bytes(); }
     size_t compute_bytes() const { return context_graphs_.n_bytes() + block_graphs_.n_bytes(); }
 
@@ -56,17 +61,23 @@ class Drafter {
     void check_rows(int64_t n_rows, int64_t start_position) const;
     void add(const float *features, int64_t n_rows);
     void store(const float *features, int64_t n_rows);
+    ggml_tensor *output() const { return limited_output_ != nullptr ? limited_output_ : target_->output(); }
 
     DrafterConfig config_;
     Backends backends_;
     Weights weights_;
     ContextCache cache_;
     std::optional<TargetTensors> target_;
+    std::vector<int32_t> limited_ids_;
+    ContextPtr limited_context_;
+    BufferPtr limited_buffer_;
+    ggml_tensor *limited_output_ = nullptr;                                   // [H, limited_ids_.size()]
     GraphCache<int64_t, ContextGraph> context_graphs_;                        // by n_rows
     GraphCache<std::tuple<int64_t, int64_t, bool>, BlockGraph> block_graphs_; // by n, n_slots, argmax
     std::vector<float> deferred_;                                             // rows that follow those of the cache
     std::vector<float> mask_row_;                                             // embedding of the mask token
     std::vector<float> embeddings_;
+    std::vector<float> logits_; // of a limited vocabulary, on their way to the caller
     std::vector<float> mask_;
     std::vector<int32_t> positions_;
     std::vector<int64_t> slots_;

@@ -105,6 +105,8 @@ class Drafter:
 
         TargetMismatchError when shapes do not fit. The model must outlive the binding."""
     def unbind_target(self) -> None: ...
+    def limit_vocabulary(self, ids: Sequence[int], ggml_type: int, rows: NDArray[np.uint8]) -> None:
+        """Draft only these ids (ascending); rows: the bytes of their rows of the output head. []: all tokens again."""
     def append(self, features: NDArray[np.float32], start_position: int) -> None:
         """features [n_rows, n_captured, n_embd] at positions start_position... ; RollbackError on a hole."""
     def append_captured(

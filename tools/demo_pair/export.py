@@ -42,7 +42,7 @@ def convert_drafter(folder: Path, outfile: Path, target: Path) -> bool:
         from laguna_gguf import convert_dflash
     except ImportError:
         return False
-    convert_dflash(str(folder), str(outfile), outtype="bf16", target=str(target))
+    convert_dflash(str(folder), str(outfile), outtype="q8_0", target=str(target))
     return True
 
 

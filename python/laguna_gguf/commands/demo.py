@@ -25,8 +25,8 @@ from laguna_gguf.errors import CheckpointError
 from laguna_gguf.memory_plan import GGML_TYPE_F32
 
 DATA_DIR = Path(__file__).resolve().parent.parent / "data"
-TARGET_FILE = "demo-target-f16.gguf"
-DRAFTER_FILE = "demo-drafter-bf16.gguf"
+TARGET_FILE = "demo-target-q8_0.gguf"
+DRAFTER_FILE = "demo-drafter-q8_0.gguf"
 PROMPTS_FILE = "heldout_prompts.json"
 
 DRAFT_MAX = 3

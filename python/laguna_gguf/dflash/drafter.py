@@ -85,6 +85,13 @@ class Drafter:
         self._native.bind_target(model_address(target.model))
         self._target = target
 
+    def limit_vocabulary(self, ids: NDArray[np.int32], ggml_type: int, rows: NDArray[np.uint8]) -> None:
+        """Draft only these ids int32 [n], ascending. rows: uint8, their rows of the output head in its ggml type.
+
+        Logits of all others are -inf. No ids: the whole vocabulary again, as after bind_target.
+        """
+        self._native.limit_vocabulary(ids.tolist(), ggml_type, rows)
+
     def append_context(self, features: NDArray[np.float32], start_position: int | None = None) -> None:
         """Add target positions to the context.
 

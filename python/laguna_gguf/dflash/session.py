@@ -27,6 +27,7 @@ from laguna_gguf.dflash.arguments import (
 )
 from laguna_gguf.dflash.checkpoint import read_checkpoint
 from laguna_gguf.dflash.depth import make_depth
+from laguna_gguf.dflash.draft_vocab import DraftVocab, draft_vocabulary, output_rows
 from laguna_gguf.dflash.drafter import WINDOWS, Drafter
 from laguna_gguf.dflash.evaluation import Evaluation
 from laguna_gguf.dflash.health import AcceptanceWatch
@@ -65,7 +66,7 @@ class SpecSession(llama_cpp.Llama):
         draft_max: int | str = "auto",
         draft_min: int = 0,
         window: str = "per_query",
-        draft_vocab: None = None,
+        draft_vocab: DraftVocab | None = None,
         spec_synth_len: float | None = None,
         pflash: None = None,
         prefill_compression: str = "off",
@@ -77,12 +78,13 @@ class SpecSession(llama_cpp.Llama):
         0..block_size-1 (0 is plain decoding). draft_min: the least that "auto" drafts; 0 lets it decode plainly where
         drafts do not pay. window: see `Drafter.draft`. spec_synth_len: for benchmarks only, tokens a round that random
         acceptance is to bring (`laguna_gguf.dflash.synthetic`), 1..draft_max + 1; the text is then not the target's.
-        draft_vocab, pflash and prefill_compression are reserved and must keep their defaults.
+        draft_vocab: token ids that may be drafted, or (n, text) for the n most frequent of a text: the output head is a
+        large part of the drafter's cost, and rare tokens may not be worth it.
+        pflash and prefill_compression are reserved.
         Raises CheckpointError, ConfigError, TargetMismatchError (all ValueError too) before anything large is loaded
         where that is possible.
         """
         reserved = {
-            "draft_vocab": draft_vocab,
             "pflash": pflash,
             "prefill_compression": None if prefill_compression == "off" else prefill_compression,
         }
@@ -122,6 +124,9 @@ class SpecSession(llama_cpp.Llama):
             device = _native.output_device(model_address(self.model))
             self._drafter = Drafter(checkpoint, n_threads=self.n_threads_batch, device=device)
             self._drafter.bind_target(self._model)  # not self: a cycle would keep the memory until a collection
+            if draft_vocab is not None:
+                ids = draft_vocabulary(draft_vocab, self._n_vocab, self._text_tokens)
+                self._drafter.limit_vocabulary(ids, *output_rows(model_path, ids))
         except BaseException:
             self.close()
             raise
@@ -293,6 +298,9 @@ class SpecSession(llama_cpp.Llama):
     def _capturing(self) -> bool:
         """Whether hidden rows are wanted now. A draft needs those of one window: far from the next one, none are."""
         return self.depth.plain_ahead < self._drafter.config.sliding_window
+
+    def _text_tokens(self, text: str) -> list[int]:
+        return self.tokenize(text.encode(), add_bos=False)
 
     def _checked(self, tokens: Sequence[int]) -> NDArray[np.intc]:
         return token_ids(tokens, self._n_vocab)
