@@ -209,6 +209,7 @@ void bind_capture(py::module_ &m) {
                                [](const HiddenCapture &self) { return reinterpret_cast<uintptr_t>(&self); })
         .def_readwrite("enabled", &HiddenCapture::enabled)
         .def_readwrite("stop_after_last", &HiddenCapture::stop_after_last)
+        .def_readwrite("one_graph", &HiddenCapture::one_graph)
         .def_readonly("n_nonfinite", &HiddenCapture::n_nonfinite)
         .def_readonly("ms", &HiddenCapture::ms)
         .def("begin", &HiddenCapture::begin)

@@ -257,3 +257,16 @@ def test_two_contexts_in_one_process(tiny_target: Path) -> None:
             llm.decode_all(prompt(30)[begin : begin + 15], begin)
     assert by_layer_spread(captures[0].rows(), residuals[:, LAYERS]) <= 1e-4
     assert by_layer_spread(captures[1].rows(), residuals[:, (0, 6)]) <= 1e-4
+
+
+def test_one_graph_ends_everything_behind_the_stop(tiny_target: Path) -> None:
+    """Later parts of a graph, here a second micro-batch, are not captured until the next begin()."""
+    capture = new_capture([1, 4])
+    capture.stop_after_last = capture.one_graph = True
+    llama = CapturedLlama(tiny_target, capture, n_ubatch=16)
+    tokens = prompt(32)
+    llama.decode(tokens, 0, [False] * 32)
+    assert capture.n_rows() == 16
+    capture.begin()
+    llama.decode(tokens[:10], 32, [False] * 10)
+    assert capture.n_rows() == 10

@@ -264,3 +264,17 @@ def test_progress(qwen35: Path) -> None:
         random_ids(200), query=(190, 200), progress=lambda done, total: seen.append((done, total))
     )
     assert seen == [(50, 200), (100, 200), (150, 200), (200, 200)]
+
+
+def test_memory_does_not_grow_with_rows_times_tokens(qwen35: Path) -> None:
+    rng = np.random.default_rng(6)
+    rows = rng.standard_normal((300, TINY_QWEN35.n_embd)).astype(np.float32)
+    compute = []
+    for n in (1000, 20000):
+        scorer = native_scorer(qwen35)
+        store = scorer.new_store()
+        scorer.append(rng.standard_normal((n, TINY_QWEN35.n_embd)).astype(np.float32), store)
+        scorer.mass(store, [(rows, [(0, n - 300)])] * 2)
+        compute.append(scorer.memory()["compute"])
+        assert store.n_bytes <= 1.05 * (n + 1024) * 4 * TINY_QWEN35.n_head_kv * TINY_QWEN35.head_dim
+    assert compute[1] <= 1.05 * compute[0]

@@ -191,6 +191,14 @@ def test_memory_by_token(tmp_path: Path, qwen35: Path) -> None:
     assert session.n_bytes >= scorer.bytes_per_token * 2048
 
 
+def test_sessions_take_memory_when_they_are_used(qwen35: Path) -> None:
+    scorer = make_scorer(qwen35, sessions=3)
+    ids = random_ids(100)
+    scratch = scorer.score(ids, **tail(ids))
+    assert scorer.trunk.context.n_ready == 1
+    assert close(scorer.score(ids, **tail(ids), session="a"), scratch) and scorer.trunk.context.n_ready == 4
+
+
 @pytest.fixture(scope="module")
 def long_lived(qwen35: Path) -> Scorer:
     return make_scorer(qwen35, sessions=2)

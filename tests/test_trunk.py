@@ -68,7 +68,7 @@ def test_sequences_survive_growth(qwen35: Path) -> None:
     trunk = Trunk(str(qwen35), n_sequences=2, **EXACT)
     ids = random_ids(2100)
     rows: list[np.ndarray] = []
-    trunk.context.reserve(1000)
+    trunk.context.reserve(1000, 1)
     trunk.run(1, ids[:1000], lambda *_: None)
     trunk.context.reserve(2100)
     assert trunk.context.positions == [0, 1000]

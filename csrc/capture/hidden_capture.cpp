@@ -46,6 +46,9 @@ bool HiddenCapture::callback(ggml_tensor *tensor, bool ask, void *user_data) noe
     if (!self.enabled) {
         return !ask;
     }
+    if (self.stopped_) { // another device's part of the same graph: its first node, and no more
+        return ask;
+    }
     const int index = self.find(tensor);
     if (ask) {
         return index >= 0;
@@ -60,7 +63,9 @@ bool HiddenCapture::callback(ggml_tensor *tensor, bool ask, void *user_data) noe
         self.failure_ = error.what(); // nothing may leave through llama.cpp's C frames
     }
     self.ms += std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start).count();
-    return !(self.stop_after_last && static_cast<size_t>(index) + 1 == self.layers_.size());
+    const bool stop = self.stop_after_last && static_cast<size_t>(index) + 1 == self.layers_.size();
+    self.stopped_ = stop && self.one_graph;
+    return !stop;
 }
 
 void HiddenCapture::copy(const ggml_tensor *tensor, size_t index) {
@@ -98,6 +103,7 @@ void HiddenCapture::copy(const ggml_tensor *tensor, size_t index) {
 void HiddenCapture::begin() {
     std::fill(rows_by_layer_.begin(), rows_by_layer_.end(), 0);
     failure_.clear();
+    stopped_ = false;
 }
 
 int64_t HiddenCapture::n_rows() const {

@@ -28,6 +28,7 @@ class HiddenCapture {
 
     bool enabled = false;
     bool stop_after_last = false;
+    bool one_graph = false; // every begin() is followed by one graph: behind the stop, its further splits end at once
     uint64_t n_nonfinite = 0;
     double ms = 0.0;
 
@@ -41,6 +42,7 @@ class HiddenCapture {
     std::vector<float> staging_;
     std::vector<int64_t> rows_by_layer_;
     std::string failure_;
+    bool stopped_ = false;
 };
 
 } // namespace laguna

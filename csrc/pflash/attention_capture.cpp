@@ -58,6 +58,9 @@ bool AttentionCapture::callback(ggml_tensor *tensor, bool ask, void *user_data) 
     if (!self.enabled) {
         return !ask;
     }
+    if (self.n_seen_last_ == 2) { // another device's part of the same graph: its first node, and no more
+        return ask;
+    }
     const Wanted wanted = self.find(tensor);
     if (ask) {
         return wanted.layer >= 0;

@@ -64,6 +64,9 @@ class HiddenCapture:
     """False: the callback asks for nothing."""
     stop_after_last: bool
     """True: the graph ends once the highest wanted layer is copied (no logits then)."""
+    one_graph: bool
+    """True: only one micro-batch follows a begin(). llama.cpp ends the part of the graph that lies on the same device;
+    with this the parts on other devices end too, after their first node."""
     n_nonfinite: int
     """Features that were not finite and were set to 0, since construction."""
     ms: float

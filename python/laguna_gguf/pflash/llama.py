@@ -237,18 +237,20 @@ def utf8(text: str) -> bytes:
 class LlamaContext:
     """Sequences of tokens in llama.cpp's memory, decoded one micro-batch at a time with an eval callback.
 
-    Without a configured n_ctx the memory grows with the prompts, up to `limit`, by making a new context; sequences are
-    carried over. Never reads logits.
+    Memory is taken as it is needed, for longer prompts (without a configured n_ctx) and for more sequences, by making a
+    new context; sequences are carried over. Never reads logits.
     """
 
     def __init__(self, model: LlamaModel, callback: EvalCallback, n_sequences: int, limit: int) -> None:
-        """limit: the longest prompt, in tokens, where n_ctx is not set."""
+        """n_sequences: at most so many. limit: the longest prompt, in tokens, where n_ctx is not set."""
         self._model, self._callback, self.n_sequences = model, callback, n_sequences
         options = model.options
         self.limit = options.n_ctx or limit
         self.rows = min(options.rows, self.limit)
         self.positions = [0] * n_sequences
         """Tokens evaluated, by sequence."""
+        self.n_ready = 0
+        """Sequences there is memory for: none, the first, or all."""
         self._n_ctx = 0
         self._context: Any = None
         self._free: Any = weakref.finalize(self, lambda: None)
@@ -269,32 +271,41 @@ class LlamaContext:
         self._free_batch()
         self._context = None
 
-    def reserve(self, n_tokens: int) -> None:
-        """Make room for sequences of n_tokens. ConfigError beyond `limit`; OutOfMemoryError leaves all as it was."""
+    def check_length(self, n_tokens: int) -> None:
+        """ConfigError for a prompt beyond `limit`, DecodeError after close()."""
         if not self._free_batch.alive:
             raise DecodeError("the drafter is closed")
         if n_tokens > self.limit:
             raise ConfigError(f"{n_tokens} tokens exceed the drafter's context of {self.limit}")
-        if n_tokens <= self._n_ctx:
+
+    def reserve(self, n_tokens: int, sequence: int = 0) -> None:
+        """Make room for n_tokens in the first sequence, or in all of them when another one is wanted.
+
+        ConfigError beyond `limit`; OutOfMemoryError leaves all as it was.
+        """
+        self.check_length(n_tokens)
+        # not one after the other: llama.cpp carries a sequence over only where there are as many as before
+        n_ready = max(self.n_ready, 1 if sequence == 0 else self.n_sequences)
+        if n_tokens <= self._n_ctx and n_ready == self.n_ready:
             return
         n_ctx = self._n_ctx or _CONTEXT_STEP
         while n_ctx < n_tokens:
             n_ctx *= 2
         n_ctx = min(n_ctx, self.limit)
-        context = self._new_context(n_ctx)
+        context = self._new_context(n_ctx, n_ready)
         finalizer = weakref.finalize(self, _free_context, context, self._model)
         kept = [self._copied(context, sequence) for sequence in range(self.n_sequences)]
         self._free()
-        self._context, self._free, self._n_ctx = context, finalizer, n_ctx
+        self._context, self._free, self._n_ctx, self.n_ready = context, finalizer, n_ctx, n_ready
         self.positions = [position if whole else 0 for position, whole in zip(self.positions, kept, strict=True)]
         for sequence, whole in enumerate(kept):
             if not whole:
                 self.clear(sequence)
 
-    def _new_context(self, n_ctx: int) -> Any:
+    def _new_context(self, n_ctx: int, n_sequences: int) -> Any:
         params = self._model.options.context_params()
-        params.n_ctx = n_ctx * self.n_sequences
-        params.n_seq_max = params.n_outputs_max = self.n_sequences
+        params.n_ctx = n_ctx * n_sequences
+        params.n_seq_max = params.n_outputs_max = n_sequences
         params.kv_unified = False
         address = self._callback.callback_address
         params.cb_eval = ctypes.cast(address, llama_cpp.llama_cpp.ggml_backend_sched_eval_callback)
@@ -302,7 +313,7 @@ class LlamaContext:
         context = llama_cpp.llama_init_from_model(self._model.handle, params)
         if not context:
             raise OutOfMemoryError(
-                f"llama.cpp cannot make a context of {self.n_sequences} sequences of {n_ctx} tokens (no memory, or "
+                f"llama.cpp cannot make a context of {n_sequences} sequences of {n_ctx} tokens (no memory, or "
                 "settings that do not go together); a smaller n_ctx or fewer sessions need less"
             )
         return context
@@ -342,7 +353,7 @@ class LlamaContext:
     def clear(self, sequence: int) -> None:
         """Forget a sequence."""
         self.positions[sequence] = 0
-        if self._context is not None:
+        if self._context is not None and sequence < self.n_ready:  # others would be an assertion in llama.cpp
             llama_cpp.llama_memory_seq_rm(self._memory, sequence, -1, -1)
 
     def save(self, sequence: int) -> bytes | None:

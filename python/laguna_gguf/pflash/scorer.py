@@ -166,9 +166,10 @@ class Scorer:
         if session is not None and not isinstance(session, str):
             raise ConfigError(f"session is {session!r}; needed a string or None")
         with self._lock:
-            self._make_room(len(ids))
+            self.trunk.context.check_length(len(ids))
             kept = session is not None and self._sessions.capacity > 0
             slot = self._sessions.get(session, self.trunk.context) if kept and session is not None else self._scratch
+            self._make_room(len(ids), slot)
             done = False
             try:
                 scores = self._score(slot, request, run_probe, progress, kept)
@@ -178,12 +179,12 @@ class Scorer:
                     slot.empty(self.trunk.context)
             return scores
 
-    def _make_room(self, n_tokens: int) -> None:
+    def _make_room(self, n_tokens: int, slot: Session) -> None:
         context = self.trunk.context
-        context.reserve(n_tokens)
-        for slot in self._sessions.values():
-            if context.positions[slot.sequence] != len(slot.ids):  # lost when the context grew
-                slot.empty(context)
+        context.reserve(n_tokens, slot.sequence)
+        for other in self._sessions.values():
+            if context.positions[other.sequence] != len(other.ids):  # lost when the context grew
+                other.empty(context)
 
     def _score(self, slot: Session, request: Request, run_probe: bool, progress: Progress | None, kept: bool) -> Scores:
         try:

@@ -43,7 +43,7 @@ class Trunk:
         self.model = model or LlamaModel(path, LlamaOptions.from_keywords(llama_kwargs))
         self._capture = _native.HiddenCapture([self.file.block - 1], self.file.n_embd)
         self._capture.enabled = True
-        self._capture.stop_after_last = True
+        self._capture.stop_after_last = self._capture.one_graph = True
         self.context = LlamaContext(self.model, self._capture, n_sequences, self.file.context_length)
 
     @property
