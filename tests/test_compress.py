@@ -393,6 +393,20 @@ def test_files_come_from_the_environment(
         PFlash(qwen35, scoring_head=tmp_path / "absent.gguf", **EXACT)  # an explicit argument wins
 
 
+def test_drafter_without_a_tokenizer_scores_ids_only(tmp_path: Path, qwen35: Path) -> None:
+    pflash = make(write_drafter(tmp_path / "none.gguf", tokenizer=False))
+    ids = random_ids(40)
+    expected = make(qwen35).score(ids, query=(30, 40)).mass
+    assert np.array_equal(pflash.score(ids, query=(30, 40)).mass, expected)
+    for call in (
+        lambda: pflash.tokenize("a"),
+        lambda: pflash.detokenize([5]),
+        lambda: pflash.compress("a b", keep_ratio=1),
+    ):
+        with pytest.raises(CheckpointError, match="has no tokenizer"):
+            call()
+
+
 @pytest.mark.parametrize("sessions", [-1, 17, 1.5, True])
 def test_sessions_are_checked(qwen35: Path, sessions: Any) -> None:
     with pytest.raises(ConfigError, match="sessions is"):

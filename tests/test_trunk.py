@@ -146,11 +146,19 @@ def test_scoring_tensors_are_checked(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "keywords", [{"n_ubatch": 0}, {"n_threads": -1}, {"logits_all": True}, {"type_k": 99}, {"main_gpu": "x"}]
+    "keywords", [{"n_ubatch": 0}, {"n_threads": -1}, {"draft_model": None}, {"type_k": 99}, {"main_gpu": "x"}]
 )
 def test_settings_are_checked(qwen35: Path, keywords: dict) -> None:
     with pytest.raises(ConfigError, match=next(iter(keywords)) if "main_gpu" not in keywords else "wrong type"):
         Trunk(str(qwen35), **keywords)
+
+
+def test_settings_of_llama_are_taken(qwen35: Path) -> None:
+    ids = random_ids(20)
+    keywords = {"seed": 1, "logits_all": True, "n_gpu_layers": -1, "use_mmap": False, "yarn_ext_factor": -1.0}
+    assert np.array_equal(Trunk(str(qwen35), **EXACT, **keywords).taps(ids), Trunk(str(qwen35), **EXACT).taps(ids))
+    stretched = Trunk(str(qwen35), **EXACT, rope_freq_scale=0.5).taps(ids)
+    assert not np.array_equal(stretched, Trunk(str(qwen35), **EXACT).taps(ids))
 
 
 def test_closed_trunk_is_an_error_not_a_crash(qwen35: Path) -> None:

@@ -133,11 +133,11 @@ def write_drafter(
     seed: int = 0,
     dtype: Literal["f32", "f16", "q8_0"] = "f32",
     metadata: dict[str, Any] | None = None,
+    tokenizer: bool = True,
 ) -> Path:
     """Write a drafter; matrices as `dtype`, vectors and the convolution f32. `metadata`: integer keys that replace."""
     tensors = random_tensors(shape, seed) if tensors is None else tensors
     writer = gguf.GGUFWriter(str(path), shape.arch)
-    tokens, merges = byte_level_tokens(shape.n_vocab)
     arch = shape.arch
     numbers: dict[str, int] = {
         "block_count": shape.n_layer,
@@ -165,19 +165,11 @@ def write_drafter(
         writer.add_uint32(f"{arch}.{key}", number)
     writer.add_float32(f"{arch}.attention.layer_norm_rms_epsilon", shape.norm_eps)
     writer.add_float32(f"{arch}.rope.freq_base", shape.rope_base)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("qwen35" if arch == "qwen35" else "qwen2")
-    writer.add_token_list(tokens)
-    writer.add_token_types(
-        [
-            int(gguf.TokenType.CONTROL if i < len(CONTROL_TOKENS) else gguf.TokenType.NORMAL)
-            for i in range(shape.n_vocab)
-        ]
-    )
-    writer.add_token_merges(merges)
-    writer.add_eos_token_id(2)
-    writer.add_pad_token_id(0)
-    writer.add_add_bos_token(False)
+    if tokenizer:
+        _add_tokenizer(writer, shape)
+    else:
+        writer.add_tokenizer_model("none")
+        writer.add_vocab_size(shape.n_vocab)
     for name, tensor in tensors.items():
         if tensor.ndim == 1 or "conv1d" in name or dtype == "f32":
             writer.add_tensor(name, tensor)
@@ -191,3 +183,20 @@ def write_drafter(
     writer.write_tensors_to_file()
     writer.close()
     return Path(path)
+
+
+def _add_tokenizer(writer: gguf.GGUFWriter, shape: DrafterShape) -> None:
+    tokens, merges = byte_level_tokens(shape.n_vocab)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen35" if shape.arch == "qwen35" else "qwen2")
+    writer.add_token_list(tokens)
+    writer.add_token_types(
+        [
+            int(gguf.TokenType.CONTROL if i < len(CONTROL_TOKENS) else gguf.TokenType.NORMAL)
+            for i in range(shape.n_vocab)
+        ]
+    )
+    writer.add_token_merges(merges)
+    writer.add_eos_token_id(2)
+    writer.add_pad_token_id(0)
+    writer.add_add_bos_token(False)

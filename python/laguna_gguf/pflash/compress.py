@@ -179,6 +179,7 @@ class PFlash:
         """
         began = perf_counter()
         ratio = check_keep_ratio(keep_ratio)
+        self._model.check_vocabulary()
         if isinstance(text_or_ids, str):
             text, ids = text_or_ids, self._model.check_ids(self._model.tokenize(text_or_ids))
         else:

@@ -26,6 +26,22 @@ _PARTIAL = 1  # LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY: recurrent state without the 
 _CONTEXT_STEP = 2048
 _ALL_LAYERS = 0x7FFFFFFF
 
+_WITHOUT_EFFECT = ("seed", "logits_all", "swa_full", "no_perf", "last_n_tokens_size", "chat_format", "chat_handler")
+"""Keywords of Llama that are taken and change nothing here."""
+
+_AS_LLAMA_CPP_HAS_IT = (
+    "op_offload",
+    "type_k",
+    "type_v",
+    "rope_scaling_type",
+    "yarn_ext_factor",
+    "yarn_attn_factor",
+    "yarn_beta_fast",
+    "yarn_beta_slow",
+    "yarn_orig_ctx",
+)
+"""Settings that keep llama.cpp's default when they are None."""
+
 
 class EvalCallback(Protocol):
     """A native eval callback."""
@@ -59,6 +75,12 @@ class LlamaOptions:
     op_offload: bool | None = None
     rope_freq_base: float = 0.0
     rope_freq_scale: float = 0.0
+    rope_scaling_type: int | None = None
+    yarn_ext_factor: float | None = None
+    yarn_attn_factor: float | None = None
+    yarn_beta_fast: float | None = None
+    yarn_beta_slow: float | None = None
+    yarn_orig_ctx: int | None = None
     type_k: int | None = None
     type_v: int | None = None
     verbose: bool = False
@@ -66,6 +88,7 @@ class LlamaOptions:
     @classmethod
     def from_keywords(cls, keywords: dict[str, Any]) -> LlamaOptions:
         """ConfigError, naming the keyword, for values and keywords that do not work."""
+        keywords = {name: value for name, value in keywords.items() if name not in _WITHOUT_EFFECT}
         check_llama_keywords(keywords)
         unknown = set(keywords) - set(cls.__dataclass_fields__)
         if unknown:
@@ -122,12 +145,9 @@ class LlamaOptions:
         )
         params.rope_freq_base = self.rope_freq_base
         params.rope_freq_scale = self.rope_freq_scale
-        if self.op_offload is not None:
-            params.op_offload = self.op_offload
-        if self.type_k is not None:
-            params.type_k = self.type_k
-        if self.type_v is not None:
-            params.type_v = self.type_v
+        for name in _AS_LLAMA_CPP_HAS_IT:
+            if getattr(self, name) is not None:
+                setattr(params, name, getattr(self, name))
         return params
 
 
@@ -167,9 +187,15 @@ class LlamaModel:
     def close(self) -> None:
         self._finalizer()
 
-    def tokenize(self, text: str | bytes) -> NDArray[np.int32]:
-        """Token ids int32 [n]; control tokens are recognised, nothing is added."""
+    def check_vocabulary(self) -> None:
+        """CheckpointError for a drafter without a tokenizer; llama.cpp would end the process."""
         self.handle  # noqa: B018  (raises when closed)
+        if llama_cpp.llama_vocab_type(self._vocab) == llama_cpp.LLAMA_VOCAB_TYPE_NONE:
+            raise CheckpointError(f"{self.path} has no tokenizer; only token ids can be scored with it")
+
+    def tokenize(self, text: str | bytes) -> NDArray[np.int32]:
+        """Token ids int32 [n]; control tokens are recognised, nothing is added. CheckpointError without a tokenizer."""
+        self.check_vocabulary()
         data = utf8(text) if isinstance(text, str) else bytes(text)
         if len(data) >= 2**31:
             raise ConfigError(f"the text has {len(data)} bytes; at most 2^31 - 1 can be tokenized")
@@ -184,7 +210,7 @@ class LlamaModel:
 
     def pieces(self, ids: NDArray[np.int32]) -> list[bytes]:
         """UTF-8 bytes of each token, control tokens written out; a token may begin or end inside a character."""
-        self.handle  # noqa: B018
+        self.check_vocabulary()
         buffer = ctypes.create_string_buffer(256)
         known = self._pieces
         for token in set(ids.tolist()) - known.keys():
