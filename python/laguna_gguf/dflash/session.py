@@ -251,9 +251,9 @@ class SpecSession(llama_cpp.Llama):
             tokens = self._checked(self._input_ids)
             if not self._target.restored(len(tokens)):
                 self._evaluate(tokens, keep=0)
-        except Exception as error:
+        except BaseException as error:
             self.reset()
-            if isinstance(error, LagunaError):
+            if isinstance(error, LagunaError) or not isinstance(error, Exception):
                 raise
             kind = DecodeError if isinstance(error, RuntimeError) else ConfigError
             raise kind(f"the state is not one of this model and context size: {error}") from error

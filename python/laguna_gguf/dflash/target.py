@@ -140,6 +140,7 @@ class TargetContext:
         capture = self._capture
         capture.begin()
         capture.stop_after_last = stop
+        llama_cpp.llama_memory_seq_rm(self._memory, 0, self.position, -1)  # what an interrupt may have left
         started, callback_ms = perf_counter(), capture.ms
         code = None
         try:
@@ -175,9 +176,9 @@ class TargetContext:
         if position == 0:
             self.clear()
             return True
+        self.position = position  # first: an interrupt must not leave it beyond what is there
         if not llama_cpp.llama_memory_seq_rm(self._memory, 0, position, -1):
             return False
-        self.position = position
         if self.n_swa <= 0:
             return True
         lowest = llama_cpp.llama_memory_seq_pos_min(self._memory, 0)
@@ -193,5 +194,5 @@ class TargetContext:
 
     def clear(self) -> None:
         """Forget everything."""
-        llama_cpp.llama_memory_clear(self._memory, True)
         self.position = 0
+        llama_cpp.llama_memory_clear(self._memory, True)
