@@ -99,6 +99,15 @@ class ForcedDrafts:
         del self.session.draft
 
 
+def still_usable(session: SpecSession, plain: llama_cpp.Llama) -> None:
+    """The next request is right."""
+    prompt = text_ids(30, 4)
+    expected = take_plain(plain, prompt, 12, **GREEDY)
+    forced = ForcedDrafts(session, prompt, expected, (2,))
+    assert take(session, prompt, 12, **GREEDY) == expected
+    forced.remove()
+
+
 # States.
 
 

@@ -18,8 +18,8 @@ from session_tools import (
     ForcedDrafts,
     Scratch,
     check_state,
-    plain_llama,
     spec_session,
+    still_usable,
     take,
     take_plain,
     text_ids,
@@ -29,20 +29,6 @@ from session_tools import (
 @pytest.fixture(scope="module")
 def session(tiny_target: Path, tiny_drafter: Path) -> SpecSession:
     return spec_session(tiny_target, tiny_drafter)
-
-
-@pytest.fixture(scope="module")
-def plain(tiny_target: Path) -> llama_cpp.Llama:
-    return plain_llama(tiny_target)
-
-
-def still_usable(session: SpecSession, plain: llama_cpp.Llama) -> None:
-    """The next request is right."""
-    prompt = text_ids(30, 4)
-    expected = take_plain(plain, prompt, 12, **GREEDY)
-    forced = ForcedDrafts(session, prompt, expected, (2,))
-    assert take(session, prompt, 12, **GREEDY) == expected
-    forced.remove()
 
 
 # Calls.

@@ -16,28 +16,11 @@ from session_tools import (
     ForcedDrafts,
     Scratch,
     check_state,
-    plain_llama,
     spec_session,
     take,
     take_plain,
     text_ids,
 )
-
-
-@pytest.fixture(scope="module")
-def scratch(tiny_target: Path, tiny_drafter: Path) -> Scratch:
-    return Scratch(tiny_target, tiny_drafter)
-
-
-@pytest.fixture(scope="module")
-def plain(tiny_target: Path) -> llama_cpp.Llama:
-    return plain_llama(tiny_target)
-
-
-@pytest.fixture
-def session(tiny_target: Path, tiny_drafter: Path) -> SpecSession:
-    return spec_session(tiny_target, tiny_drafter)
-
 
 # Several requests, several sessions.
 

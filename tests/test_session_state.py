@@ -23,7 +23,6 @@ from session_tools import (
     Peek,
     Scratch,
     check_state,
-    plain_llama,
     spec_session,
     spread,
     take,
@@ -31,22 +30,6 @@ from session_tools import (
     text_ids,
 )
 from tiny_models import TINY_TARGET
-
-
-@pytest.fixture(scope="module")
-def scratch(tiny_target: Path, tiny_drafter: Path) -> Scratch:
-    return Scratch(tiny_target, tiny_drafter)
-
-
-@pytest.fixture(scope="module")
-def plain(tiny_target: Path) -> llama_cpp.Llama:
-    return plain_llama(tiny_target)
-
-
-@pytest.fixture
-def session(tiny_target: Path, tiny_drafter: Path) -> SpecSession:
-    return spec_session(tiny_target, tiny_drafter)
-
 
 # Any order of calls.
 

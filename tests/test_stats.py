@@ -22,11 +22,6 @@ PROMPT = text_ids(30, 2)
 TIMES = ("prompt_ms", "capture_ms", "draft_ms", "verify_ms", "sample_ms", "other_ms")
 
 
-@pytest.fixture
-def session(tiny_target: Path, tiny_drafter: Path) -> SpecSession:
-    return spec_session(tiny_target, tiny_drafter)
-
-
 @pytest.fixture(scope="module")
 def expected(tiny_target: Path) -> list[int]:
     """The plain continuation of PROMPT."""

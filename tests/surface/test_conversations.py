@@ -65,11 +65,6 @@ TURNS: dict[str, tuple[History, int]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def scratch(tiny_target: Path, tiny_drafter: Path) -> Scratch:
-    return Scratch(tiny_target, tiny_drafter)
-
-
 @pytest.mark.parametrize(
     "options", [{"draft_max": 7}, {"draft_max": 7, "swa_full": False}, {"draft_max": 0}, {"draft_max": "auto"}], ids=str
 )
