@@ -1,11 +1,13 @@
 """The adaptive depth: what it chooses on known costs and acceptance, and that it is cheap where drafting cannot pay."""
 
 import random
+from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
 from laguna_gguf.dflash.adaptive import FIRST_DEPTH, AdaptiveDepth
-from simulate_depth import COSTS, PROFILES, Cost, simulate
+from simulate_depth import COSTS, PROFILES, Cost, main, simulate
 
 
 def drive(depth: AdaptiveDepth, cost: Cost, chance: float, rounds: int, seed: int = 0) -> list[int]:
@@ -86,6 +88,15 @@ def test_never_behind_plain_decoding(cost: str, profile: str) -> None:
     result = simulate(COSTS[cost], profile, 4000, seeds=3)
     assert result["speedup"] >= 0.97
     assert result["of_best"] >= 0.95
+
+
+def test_plot_has_a_panel_for_every_row(tmp_path: Path) -> None:
+    out = tmp_path / "curves.svg"
+    assert main(["--tokens", "64", "--seeds", "1", "--plot", str(out), "--json"]) == 0
+    root = ElementTree.parse(out).getroot()
+    curves = root.findall(".//{http://www.w3.org/2000/svg}polyline")
+    assert len(curves) == len(COSTS) * (len(PROFILES) + 1)
+    assert all(len(curve.attrib["points"].split()) == 16 for curve in curves)
 
 
 @pytest.mark.parametrize("cost", sorted(COSTS))

@@ -3,7 +3,7 @@
 
 No model is run: a round's time comes from a cost model, its accepted drafts from a profile, both with noise. The
 speed-up is against plain decoding of the same number of tokens; all measuring that the controller does is in it. The
-best fixed depth is found with hindsight, from the same costs and profiles.
+best fixed depth is found with hindsight, from the same costs and profiles. --plot draws the curves over fixed depths.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ import random
 import statistics
 import sys
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
+from bench.depth_plot import page
 from laguna_gguf.dflash.adaptive import AdaptiveDepth
 
 DEPTHS = range(16)
@@ -47,11 +50,14 @@ COSTS: dict[str, Cost] = {
     "flat": lambda n: 10.0 if n == 0 else 12.0 + 0.12 * (n + 1),
     # gemma3-270m Q4_K_M on two cores: six rows take longer than eight
     "uneven": _table(16.3, {1: 16.3, 2: 26.6, 4: 34.1, 6: 57.2, 8: 49.6, 16: 78.4}, 2.0),
+    # the demo pair on two cores: a gain of a few percent at best
+    "near": _table(0.44, {1: 0.44, 2: 0.6, 3: 0.74, 4: 0.88, 5: 1.25, 8: 1.6, 16: 3.2}, 0.33),
 }
 
 PROFILES: dict[str, list[tuple[float, float]]] = {
     # mixtures: (share of rounds, chance that a draft of such a round is accepted after the ones before it)
     "code": [(0.7, 0.93), (0.3, 0.6)],
+    "loops": [(0.6, 0.9), (0.4, 0.45)],
     "prose": [(0.3, 0.75), (0.7, 0.4)],
     "thinking": [(0.2, 0.6), (0.8, 0.25)],
     "adversarial": [(1.0, 0.0)],
@@ -104,8 +110,8 @@ def run_adaptive(cost: Cost, profile: str, n_tokens: int, seed: int) -> tuple[fl
     return ms * n_tokens / tokens, statistics.mean(depths)
 
 
-def simulate(cost: Cost, profile: str, n_tokens: int, seeds: int) -> dict[str, float]:
-    """Medians over seeds: speed-up of the controller and of the best fixed depth over plain decoding."""
+def simulate(cost: Cost, profile: str, n_tokens: int, seeds: int) -> dict[str, Any]:
+    """Means over seeds: speed-up of the controller and of every fixed depth over plain decoding."""
     plain = [run_fixed(cost, profile, 0, n_tokens, seed) for seed in range(seeds)]
     fixed = {n: statistics.mean(run_fixed(cost, profile, n, n_tokens, seed) for seed in range(seeds)) for n in DEPTHS}
     best = min(fixed, key=lambda n: fixed[n])
@@ -118,6 +124,7 @@ def simulate(cost: Cost, profile: str, n_tokens: int, seeds: int) -> dict[str, f
         "mean_depth": round(statistics.mean(d for _, d in runs), 2),
         "best_fixed": best,
         "best_fixed_speedup": round(best_speedup, 3),
+        "fixed": [round(statistics.mean(plain) / fixed[n], 3) for n in DEPTHS],
         "of_best": round(statistics.mean(plain) / statistics.mean(ms for ms, _ in runs) / best_speedup, 3),
     }
 
@@ -127,6 +134,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, nargs="+", default=[256, 4000])
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--plot", type=Path, metavar="SVG", help="draw the rows with the most tokens")
     args = parser.parse_args(argv)
     rows = []
     for n_tokens in args.tokens:
@@ -134,6 +142,9 @@ def main(argv: list[str] | None = None) -> int:
             for profile in [*PROFILES, MIXED]:
                 result = simulate(cost, profile, n_tokens, args.seeds)
                 rows.append({"tokens": n_tokens, "cost": cost_name, "profile": profile, **result})
+    if args.plot:
+        drawn = [row for row in rows if row["tokens"] == max(args.tokens)]
+        args.plot.write_text(page(drawn, columns=len(PROFILES) + 1), "utf-8")
     if args.json:
         print(json.dumps({"rows": rows}))
         return 0

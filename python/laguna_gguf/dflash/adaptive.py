@@ -6,7 +6,8 @@ With s_i the chance that the first i drafts of a round are all accepted, and cos
 
 Both sides are measured while text is generated. Costs are kept for every n by itself: they are neither linear nor
 monotone in n (six rows can take longer than eight), and change with the context. What drafting cannot win back it must
-not spend: while plain decoding is ahead, drafts are only probed in short bursts whose distance grows.
+not spend: while plain decoding is ahead, drafts are only probed in short bursts whose distance grows. A few rounds say
+little, so acceptance gets the benefit of the doubt: a burst that looks promising goes on until it is known to be a loss.
 """
 
 from __future__ import annotations
@@ -22,6 +23,12 @@ PRIOR_WEIGHT = 2.0
 
 MEMORY = 48.0
 """Observations after which an old one counts 1/e; text changes its kind within hundreds of tokens."""
+
+OPTIMISM = 0.3
+"""Standard errors by which acceptance is taken to be better than observed; they shrink as observations come in."""
+
+FORGET = 0.5
+"""Weight of earlier observations when a burst begins after a plain stretch: the text may have changed its kind."""
 
 COST_MEMORY = 12
 """Rounds over which a cost is averaged."""
@@ -139,7 +146,11 @@ class AdaptiveDepth:
         totals = [1.0]
         run = 1.0
         for i in range(1, len(self._tries)):
-            run *= self.acceptance(i)
+            chance = self.acceptance(i)
+            if self._tries[i] > PRIOR_WEIGHT:
+                error = math.sqrt(max(chance * (1.0 - chance), 0.05) / self._tries[i])
+                chance = min(chance + OPTIMISM * error, 1.0)
+            run *= chance
             totals.append(totals[-1] + run)
         costs = {n: self.cost(n) for n in self._depths}
         return {n: totals[n] / cost if cost > 0 else 0.0 for n, cost in costs.items()}
@@ -193,6 +204,7 @@ class AdaptiveDepth:
         if self._base == 0 and len(self._depths) > 1:
             if self._plain_tokens >= self._probe_after:
                 self._probe_after = min(self._probe_after * 2, LAST_PROBE)
+                self._forget()
                 depth = max(self._depths[1:], key=self.values().__getitem__)
                 self._plan = [depth] * (PROBE_ROUNDS - 1)
                 return depth
@@ -203,9 +215,19 @@ class AdaptiveDepth:
             return self._neighbour()
         return self._base
 
+    def _forget(self) -> None:
+        """Let old observations count less, but never less than the prior."""
+        for i, tries in enumerate(self._tries):
+            keep = max(FORGET, min(1.0, PRIOR_WEIGHT / tries))
+            self._tries[i] *= keep
+            self._hits[i] *= keep
+
     def _neighbour(self) -> int:
-        """A depth near the present one whose cost is unknown or old, the near ones first."""
+        """A depth near the present one whose cost is unknown or old; now and then one far away that was never tried."""
         self._explored += 1
+        unseen = [n for n in self._depths if n and not self._costs[n].count]
+        if unseen and self._explored % 3 == 0:
+            return unseen[len(unseen) // 2]
         place = self._depths.index(self._base)
         reach = 1 + self._explored % 3
         near = [
