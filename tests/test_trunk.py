@@ -123,6 +123,20 @@ def test_prediction_blocks_do_not_count(tmp_path: Path) -> None:
         DrafterFile(path)
 
 
+def test_prediction_blocks_are_left_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """As in published Qwen3.5 files: a block of full attention behind the model's own, for multi-token prediction."""
+    shape = replace(TINY_QWEN35, n_layer=16)
+    tensors = random_tensors(shape)
+    expected = Trunk(write_drafter(tmp_path / "plain.gguf", shape, tensors), **EXACT).taps(random_ids(50))
+    extra = {name.replace(".15.", ".16."): tensor for name, tensor in tensors.items() if ".15." in name}
+    extra["blk.16.nextn.eh_proj.weight"] = np.zeros((shape.n_embd, 2 * shape.n_embd), np.float32)
+    extra |= {f"blk.16.nextn.{name}.weight": np.ones(shape.n_embd, np.float32) for name in ("enorm", "hnorm")}
+    metadata = {"block_count": 17, "nextn_predict_layers": 1}
+    path = write_drafter(tmp_path / "mtp.gguf", shape, tensors | extra, metadata=metadata)
+    assert np.array_equal(Trunk(path, **EXACT).taps(random_ids(50)), expected)
+    assert capfd.readouterr().err == ""
+
+
 def test_other_files_are_refused(tmp_path: Path, tiny_target: Path) -> None:
     with pytest.raises(CheckpointError, match="architecture 'laguna'"):
         Trunk(str(tiny_target), **EXACT)

@@ -11,6 +11,8 @@ import logging
 import multiprocessing
 import os
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -159,9 +161,8 @@ class LlamaModel:
         self.path = path
         self.options = options
         llama_cpp.llama_backend_init()
-        # as Llama(verbose=...) does: llama_cpp's log handler goes by the level of this logger
-        logging.getLogger("llama-cpp-python").setLevel(logging.DEBUG if options.verbose else logging.ERROR)
-        self._model = llama_cpp.llama_model_load_from_file(os.fsencode(path), options.model_params())
+        with llama_log(options.verbose):
+            self._model = llama_cpp.llama_model_load_from_file(os.fsencode(path), options.model_params())
         if not self._model:
             raise CheckpointError(f"llama.cpp cannot load {path}; verbose=True shows its reasons")
         self._finalizer = weakref.finalize(self, llama_cpp.llama_model_free, self._model)
@@ -336,7 +337,8 @@ class LlamaContext:
         address = self._callback.callback_address
         params.cb_eval = ctypes.cast(address, llama_cpp.llama_cpp.ggml_backend_sched_eval_callback)
         params.cb_eval_user_data = self._callback.user_data_address
-        context = llama_cpp.llama_init_from_model(self._model.handle, params)
+        with llama_log(self._model.options.verbose):
+            context = llama_cpp.llama_init_from_model(self._model.handle, params)
         if not context:
             raise OutOfMemoryError(
                 f"llama.cpp cannot make a context of {n_sequences} sequences of {n_ctx} tokens (no memory, or "
@@ -407,3 +409,18 @@ class LlamaContext:
             self.clear(sequence)
             raise DecodeError(f"llama.cpp could not take a sequence back to token {position}")
         self.positions[sequence] = position
+
+
+@contextmanager
+def llama_log(verbose: bool) -> Iterator[None]:
+    """Everything that llama.cpp says, or nothing, while it loads; errors only afterwards, as with Llama(verbose=False).
+
+    llama_cpp's handler goes by the level of this logger, but takes llama.cpp's warnings for errors: a file with blocks
+    that are not used would fill the terminal.
+    """
+    logger = logging.getLogger("llama-cpp-python")
+    logger.setLevel(logging.DEBUG if verbose else logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(logging.DEBUG if verbose else logging.ERROR)

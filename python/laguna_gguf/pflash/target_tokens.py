@@ -11,7 +11,7 @@ from typing import Any
 import llama_cpp
 
 from laguna_gguf.errors import CheckpointError, ConfigError
-from laguna_gguf.pflash.llama import utf8
+from laguna_gguf.pflash.llama import llama_log, utf8
 
 CountTokens = Callable[[str], int]
 
@@ -37,7 +37,8 @@ class _Vocabulary:
         llama_cpp.llama_backend_init()
         params = llama_cpp.llama_model_default_params()
         params.vocab_only = True
-        model = llama_cpp.llama_model_load_from_file(os.fsencode(path), params)
+        with llama_log(False):
+            model = llama_cpp.llama_model_load_from_file(os.fsencode(path), params)
         if not model:
             raise CheckpointError(f"llama.cpp cannot load the vocabulary of {path}")
         self._finalizer = weakref.finalize(self, llama_cpp.llama_model_free, model)
