@@ -341,11 +341,11 @@ def test_a_long_prompt_is_selected_at_once() -> None:
     n = 120_000
     mass = rng.random(n)
     probe = (rng.random(n) ** 4).astype(np.float32)
-    started = time.perf_counter()
+    started = time.process_time()
     spans = probe_segments(probe, (n - 1, n), threshold=0.87, min_segment=12, max_segment=64)
     assert spans is not None
     rows = make_candidates(mass / mass.sum(), spans, "density", (n - 1, n))
     result = select(rows, 12_000, mode="budget_only", skip_oversized=True)
-    seconds = time.perf_counter() - started
+    seconds = time.process_time() - started
     assert 3000 < len(rows) < 5000 and 11_000 < result.retained_tokens <= 12_000
     assert seconds < 0.5

@@ -242,9 +242,9 @@ def test_page_without_text_or_mass() -> None:
 
 def test_page_of_a_long_prompt() -> None:
     trace = chat_trace("word " * 70_000)
-    started = time.perf_counter()
+    started = time.process_time()
     source = "".join(report([trace]))
-    seconds = time.perf_counter() - started
+    seconds = time.process_time() - started
     assert trace.input_tokens > 100_000
     assert len(source) < 12_000_000 and seconds < 10
 
