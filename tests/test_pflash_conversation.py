@@ -344,7 +344,7 @@ def test_usage_object() -> None:
     }
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(st.sampled_from(list(TEMPLATES)), st.integers(0, 2**32), st.integers(1, 20))
 def test_two_interleaved_conversations(family: str, seed: int, longest: int) -> None:
     """They share a system prompt and a store, and nothing else; whatever happens, views only grow at their end."""

@@ -39,12 +39,12 @@ class Budget:
 def check_keep_ratio(keep_ratio: float) -> float:
     """The ratio as a float32 value; ConfigError unless it is a finite number in [0, 1]."""
     try:
-        ratio = float(np.float32(keep_ratio))
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"keep_ratio is {keep_ratio!r}; needed a number in [0, 1]") from error
+        ratio = math.nan if isinstance(keep_ratio, bool | str) else float(keep_ratio)
+    except (TypeError, ValueError, OverflowError):
+        ratio = math.nan
     if not 0 <= ratio <= 1:
         raise ConfigError(f"keep_ratio is {keep_ratio!r}; needed a finite number in [0, 1]")
-    return ratio
+    return float(np.float32(ratio))
 
 
 def transport_budget(n_tokens: int, keep_ratio: float) -> int:
