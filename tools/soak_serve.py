@@ -29,7 +29,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-DATA = Path(__file__).resolve().parent.parent / "python" / "laguna_gguf" / "data"
+from laguna_gguf.commands.demo import DATA_DIR, DRAFTER_FILE, TARGET_FILE
+
 WARM_UP = 0.25
 """Share of the requests that fill caches and allocators before memory is compared."""
 
@@ -158,8 +159,8 @@ def served(args: argparse.Namespace) -> Iterator[tuple[subprocess.Popen[str], in
 def main() -> int:
     """Run the soak; returns the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("-m", "--model", type=Path, default=DATA / "demo-target-f16.gguf")
-    parser.add_argument("-md", "--draft-model", type=Path, default=DATA / "demo-drafter-bf16.gguf")
+    parser.add_argument("-m", "--model", type=Path, default=DATA_DIR / TARGET_FILE)
+    parser.add_argument("-md", "--draft-model", type=Path, default=DATA_DIR / DRAFTER_FILE)
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)
