@@ -87,9 +87,9 @@ def chat_request(body: Mapping[str, Any], settings: Settings) -> GenerationReque
     if tools:
         keywords["tools"] = tools
     constraint = _constraint(body)
-    logprobs = _logprobs(body, settings, keywords)
+    top_logprobs = _logprobs(body, settings, keywords)
     if tool is not None:
-        if logprobs["top_logprobs"] is not None and _flag(body, "stream"):
+        if top_logprobs is not None and _flag(body, "stream"):
             raise RequestError("logprobs of a tool call cannot be streamed")
         keywords["tool_choice"] = {"type": "function", "function": {"name": tool}}
         if constraint is not None and constraint.grammar is not None:
@@ -103,7 +103,7 @@ def chat_request(body: Mapping[str, Any], settings: Settings) -> GenerationReque
         legacy_functions=legacy,
         template_keywords=fields.mapping("chat_template_kwargs", body.get("chat_template_kwargs") or {}),
         constraint=constraint,
-        **logprobs,
+        top_logprobs=top_logprobs,
         **_stream(body),
     )
 
@@ -120,7 +120,8 @@ def _flag(body: Mapping[str, Any], name: str) -> bool:
     return False if value is None else fields.boolean(name, value)
 
 
-def _stream(body: Mapping[str, Any]) -> dict[str, bool]:
+def _stream(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of the request that say how the answer goes out."""
     stream = _flag(body, "stream")
     options = body.get("stream_options")
     usage = False
@@ -168,16 +169,17 @@ def _tools(body: Mapping[str, Any]) -> tuple[list[dict[str, Any]], str | None, b
     return ([], None, legacy) if tool == "none" else (tools, tool, legacy)
 
 
-def _logprobs(body: Mapping[str, Any], settings: Settings, keywords: dict[str, Any]) -> dict[str, int | None]:
+def _logprobs(body: Mapping[str, Any], settings: Settings, keywords: dict[str, Any]) -> int | None:
+    """How many alternatives a token is to have, None for no log probabilities at all; adds to the keywords."""
     wanted = _flag(body, "logprobs")
     top = body.get("top_logprobs")
     n = 0 if top is None else fields.integer(0, settings.limits.top_logprobs)("top_logprobs", top)
     if n and not wanted:
         raise RequestError("top_logprobs needs logprobs to be true")
     if not wanted:
-        return {"top_logprobs": None}
+        return None
     keywords |= {"logprobs": True, "top_logprobs": n}
-    return {"top_logprobs": n}
+    return n
 
 
 def _constraint(body: Mapping[str, Any]) -> Constraint | None:

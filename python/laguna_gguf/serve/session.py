@@ -88,12 +88,12 @@ class ServedSession(SpecSession):
         meter.cut = True
         yield self.token_eos()  # llama_cpp returns the text it has
 
-    def create_completion(self, *args: Any, stop: Any = (), **kwargs: Any) -> Any:
+    def create_completion(self, *args: Any, **kwargs: Any) -> Any:
         """As Llama's, also when a chat calls it; the deltas learn which strings end the text."""
-        stop = [stop] if isinstance(stop, str) else list(stop or ())
+        stop = kwargs.get("stop") or []
         if self.deltas is not None:
-            self.deltas.begin(stop)
-        return super().create_completion(*args, stop=stop, **kwargs)
+            self.deltas.begin([stop] if isinstance(stop, str) else stop)
+        return super().create_completion(*args, **kwargs)
 
     def detokenize(self, tokens: Sequence[int], prev_tokens: Any = None, special: bool = False) -> bytes:
         """As Llama's, from a table: Llama wants the whole text after every token, and asks llama.cpp for each piece."""
