@@ -11,8 +11,8 @@ DEFAULT_CONTEXT = 4096
 _UNQUANTISED = ("f32", "f16", "bf16")
 
 
-def add_models(parser: argparse.ArgumentParser) -> None:
-    """-m, -md, --no-draft."""
+def add_models(parser: argparse.ArgumentParser, no_draft: str = "plain decoding; -md may then be left out") -> None:
+    """-m, -md, --no-draft with this help."""
     group = parser.add_argument_group("models")
     group.add_argument("-m", "--model", required=True, metavar="TARGET", help="target GGUF (any shard of a split one)")
     group.add_argument(
@@ -23,7 +23,7 @@ def add_models(parser: argparse.ArgumentParser) -> None:
         metavar="DRAFTER",
         help="DFlash drafter: a GGUF, or a directory with config.json and safetensors",
     )
-    group.add_argument("--no-draft", action="store_true", help="plain decoding; -md may then be left out")
+    group.add_argument("--no-draft", action="store_true", help=no_draft)
 
 
 def add_prompt(parser: argparse.ArgumentParser) -> None:

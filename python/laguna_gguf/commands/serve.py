@@ -27,7 +27,7 @@ def add_parser(subparsers: Any) -> None:
         'pip install "laguna-gguf[serve]".',
         allow_abbrev=False,
     )
-    arguments.add_models(parser)
+    arguments.add_models(parser, "plain decoding; the drafter is loaded and not used")
     _add_server(parser)
     arguments.add_sampling(parser, "sampling (for what a request leaves open)")
     arguments.add_runtime(parser)
