@@ -6,8 +6,9 @@ With s_i the chance that the first i drafts of a round are all accepted, and cos
 
 Both sides are measured while text is generated. Costs are kept for every n by itself: they are neither linear nor
 monotone in n (six rows can take longer than eight), and change with the context. What drafting cannot win back it must
-not spend: while plain decoding is ahead, drafts are only probed in short bursts whose distance grows. A few rounds say
-little, so acceptance gets the benefit of the doubt: a burst that looks promising goes on until it is known to be a loss.
+not spend: while plain decoding is ahead, drafts are only probed in short bursts whose distance grows. A few rounds
+say little, so acceptance gets the benefit of the doubt: a burst that looks promising goes on until it is known to be a
+loss.
 """
 
 from __future__ import annotations
