@@ -9,7 +9,8 @@ import pytest
 from captured_llama import CapturedLlama, new_capture
 from laguna_gguf.errors import ConfigError, QueryError, ScorerError
 from laguna_gguf.pflash.drafter_file import DrafterFile
-from laguna_gguf.pflash.llama import LlamaModel, LlamaOptions
+from laguna_gguf.pflash.llama import LlamaModel
+from laguna_gguf.pflash.llama_options import LlamaOptions
 from laguna_gguf.pflash.running_max import RunningMaxScorer
 from random_drafter import TINY_QWEN3, TINY_QWEN35, DrafterShape, random_tensors, write_drafter
 from reference.laguna_numpy import partial_rope

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from laguna_gguf.errors import ConfigError
 from laguna_gguf.pflash.drafter_file import DrafterFile
-from laguna_gguf.pflash.llama import LlamaModel, LlamaOptions
+from laguna_gguf.pflash.llama import LlamaModel
+from laguna_gguf.pflash.llama_options import LlamaOptions
 from laguna_gguf.pflash.probe import SegmentProbe
 from laguna_gguf.pflash.running_max import RunningMaxScorer
 from laguna_gguf.pflash.scorer import Progress, Scorer, Scores

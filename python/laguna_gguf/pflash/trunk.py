@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from laguna_gguf import _native
 from laguna_gguf.errors import CaptureError, ScorerError
 from laguna_gguf.pflash.drafter_file import DrafterFile
-from laguna_gguf.pflash.llama import LlamaContext, LlamaModel, LlamaOptions
+from laguna_gguf.pflash.llama import LlamaContext, LlamaModel
+from laguna_gguf.pflash.llama_options import LlamaOptions
 
 Consume = Callable[[_native.HiddenCapture, int, int], None]
 """Called after each micro-batch with the capture that holds its tap rows, its first position and its length."""
