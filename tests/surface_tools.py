@@ -18,7 +18,7 @@ PROMPT = "a short story of the sea"
 EOS, EOT = 2, 24
 LETTERS = list(range(25 + 97, 25 + 123))
 """Ids of lower-case letters in the toy vocabulary."""
-REHEARSED = 60
+REHEARSED = 44
 """Tokens of a request that forced drafts may be taken from, its own and those that would have come after them."""
 
 
@@ -162,12 +162,34 @@ class Rivals:
             self.begin(self.session)
             with nullcontext() if schedule is None else forced(self.session, texts, schedule):
                 got = self.outcome(call, self.session)
-            assert outcome_difference(got, expected) is None, schedule
+            why = outcome_difference(got, expected)
+            assert why is None or self.llama_says_so_too(call, got), (schedule, why)
+            if why is not None:
+                continue
             assert self.session._input_ids.tolist() == self.plain._input_ids.tolist(), schedule
             assert self.session._seed == self.plain._seed
         if isinstance(expected, Exception):
             raise expected
         return expected
+
+    def llama_says_so_too(self, call: Call, got: Any) -> bool:
+        """Whether Llama answers so when it evaluates prompts in other pieces.
+
+        A random draw can lie so close to the border of two tokens that rounding decides (about one in 100,000 does);
+        Llama then differs from itself by n_batch, and a verify decode is one more batch shape.
+        """
+        n_batch = self.plain.n_batch
+        try:
+            for size in (1, 3, 7, 20, 64):
+                self.plain.n_batch = size
+                self.begin(self.plain)
+                if outcome_difference(got, self.outcome(call, self.plain)) is None:
+                    return self.session._input_ids.tolist() == self.plain._input_ids.tolist()
+            return False
+        finally:
+            self.plain.n_batch = n_batch
+            self.begin(self.plain)
+            self.outcome(call, self.plain)
 
     @staticmethod
     def outcome(call: Call, llama: llama_cpp.Llama) -> Any:

@@ -22,6 +22,7 @@ from typing import Any
 import llama_cpp
 
 from laguna_gguf import SpecSession
+from laguna_gguf.commands.demo import DRAFTER_FILE, TARGET_FILE
 
 DATA = Path(__file__).resolve().parent.parent / "python" / "laguna_gguf" / "data"
 TURN = 200
@@ -98,8 +99,8 @@ def soak(session: SpecSession, prompts: list[str], n_tokens: int, seed: int) -> 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Sample many tokens in one session and watch its memory.")
-    parser.add_argument("-m", dest="target", default=str(DATA / "demo-target-f16.gguf"), help="target GGUF")
-    parser.add_argument("-md", dest="drafter", default=str(DATA / "demo-drafter-bf16.gguf"), help="drafter")
+    parser.add_argument("-m", dest="target", default=str(DATA / TARGET_FILE), help="target GGUF")
+    parser.add_argument("-md", dest="drafter", default=str(DATA / DRAFTER_FILE), help="drafter")
     parser.add_argument("--tokens", type=int, default=10_000, help="tokens to generate (default %(default)s)")
     parser.add_argument("--draft-max", type=int, default=7, help="drafts a round (default %(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="threads (default %(default)s)")
