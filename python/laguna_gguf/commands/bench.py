@@ -12,9 +12,9 @@ import llama_cpp
 from laguna_gguf.bench import report
 from laguna_gguf.bench.check import Checked, check
 from laguna_gguf.bench.costs import measure_costs
-from laguna_gguf.bench.engines import Engine, SessionEngine, same_model
+from laguna_gguf.bench.engines import Engine, Generator, SessionEngine, same_model
 from laguna_gguf.bench.header import header
-from laguna_gguf.bench.measure import Case, Generations, longest, measure_generation, measure_prompt
+from laguna_gguf.bench.measure import Case, longest, measure_generation, measure_prompt
 from laguna_gguf.bench.prompts import Prompts, filler, load_prompts, load_vocabulary
 from laguna_gguf.bench.rows import Row, generation_rows, prompt_rows
 from laguna_gguf.bench.upstream import SERVER_TYPES, ServerEngine, check_xllamacpp, make_lookup
@@ -202,10 +202,16 @@ def _measure(
             *(SessionEngine(owner, n, args.temp, args.spec_synth_len) for n in drafts),
         ]
         drafting = [engine for engine in engines if not engine.plain]
-    generating = list(engines)
+    generating: list[Generator] = list(engines)
     if args.compare:
-        generating.append(make_lookup(owner, str(args.model), args.temp, keywords))
-        stack.enter_context(contextlib.closing(generating[-1].llama))
+        lookup = make_lookup(owner, str(args.model), args.temp, keywords)
+        stack.enter_context(contextlib.closing(lookup.llama))
+        # All at once, though each server holds a target of its own: rates taken at other times cannot be compared.
+        servers = [
+            stack.enter_context(contextlib.closing(ServerEngine(str(args.model), kind, args.temp, keywords)))
+            for kind in SERVER_TYPES
+        ]
+        generating += [lookup, *servers]
     rows = []
     for case in cases:
         if case.n_prompt:
@@ -216,22 +222,8 @@ def _measure(
             plain = [engine for engine in engines if engine.plain]
             rows += prompt_rows(case, measure_prompt([*plain, *captured], case, prompts, repetitions))
         else:
-            results: list[Generations] = measure_generation(generating, case, prompts, repetitions)
-            if args.compare:
-                results += _measure_servers(args, keywords, case, prompts, repetitions)
-            rows += generation_rows(case, results)
+            rows += generation_rows(case, measure_generation(generating, case, prompts, repetitions))
     return rows
-
-
-def _measure_servers(
-    args: argparse.Namespace, keywords: dict[str, Any], case: Case, prompts: Prompts, repetitions: int
-) -> list[Generations]:
-    """llama-server with each kind of drafting, one after the other: each is a process with the whole target."""
-    results = []
-    for spec_type in SERVER_TYPES:
-        with contextlib.closing(ServerEngine(str(args.model), spec_type, args.temp, keywords)) as server:
-            results += measure_generation([server], case, prompts, repetitions)
-    return results
 
 
 def _print_rows(output: str, head: dict[str, Any], rows: Sequence[Row], costs: Sequence[dict[str, Any]]) -> None:
