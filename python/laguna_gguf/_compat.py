@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import importlib.util
 from pathlib import Path
+from types import ModuleType
 
 from laguna_gguf.errors import LagunaError
 
@@ -13,8 +15,8 @@ class InstallationError(LagunaError, ImportError):
     """The installed llama-cpp-python is not the one this package was built for."""
 
 
-def check_installation() -> None:
-    """Raise InstallationError, saying what to install, when versions or libraries do not fit."""
+def check_installation() -> ModuleType:
+    """The native half. Raises InstallationError, saying what to install, when versions or libraries do not fit."""
     spec = importlib.util.find_spec("llama_cpp")
     if spec is None or spec.origin is None:
         raise InstallationError("llama-cpp-python is not installed; run: pip install llama-cpp-python==0.3.36")
@@ -23,7 +25,7 @@ def check_installation() -> None:
     import llama_cpp  # noqa: F401
 
     try:
-        from laguna_gguf import _native
+        _native = importlib.import_module("laguna_gguf._native")
     except ImportError as error:
         raise InstallationError(
             f"the native half cannot be loaded ({error}); run: pip install --force-reinstall --no-deps laguna-gguf"
@@ -42,3 +44,4 @@ def check_installation() -> None:
             f"ggml was loaded from {library}, not from {expected}: another package ships the same library and was "
             "imported first; import laguna_gguf before it, or keep the two in separate environments"
         )
+    return _native
