@@ -1,8 +1,8 @@
 """Frames between clients, the daemon's front and its model process.
 
 A frame is its length (4 bytes, little-endian, these not counted) and one MessagePack map, whose key `type` names one
-of the structs below. A connection begins with Hello and Welcome. Requests have ids of the client's choice; replies carry
-them and may come in any order. Token ids and spans travel as bytes: int32, little-endian; a span is two of them.
+of the structs below. A connection begins with Hello and Welcome. Requests have ids of the client's choosing; replies
+carry them and may come in any order. Token ids and spans travel as bytes: int32, little-endian; a span is two of them.
 """
 
 from __future__ import annotations
