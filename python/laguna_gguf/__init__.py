@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from laguna_gguf.dflash.drafter import DraftBlock, Drafter, load_drafter
     from laguna_gguf.dflash.session import SpecSession
     from laguna_gguf.dflash.stats import SpecStats
-    from laguna_gguf.pflash.compress import Compressed, PFlash
+    from laguna_gguf.pflash.compress import PFlash
+    from laguna_gguf.pflash.compressed import Compressed
     from laguna_gguf.pflash.scorer import Scores
     from laguna_gguf.pflash.settings import SelectionSettings
 
@@ -42,7 +43,7 @@ __all__ = [
 
 _MODULES = {
     "AsyncPFlashClient": "daemon.aclient",
-    "Compressed": "pflash.compress",
+    "Compressed": "pflash.compressed",
     "DraftBlock": "dflash.drafter",
     "Drafter": "dflash.drafter",
     "DrafterConfig": "dflash.config",

@@ -17,7 +17,8 @@ from laguna_gguf.commands import arguments
 from laguna_gguf.commands.output import console, note, print_json
 from laguna_gguf.errors import ConfigError
 from laguna_gguf.pflash.candidates import merge
-from laguna_gguf.pflash.compress import Compressed, PFlash
+from laguna_gguf.pflash.compress import PFlash
+from laguna_gguf.pflash.compressed import Compressed
 
 DEMO_FILES = ("demo-scorer.gguf", "demo-scorer-head.gguf", "demo-scorer-probe.gguf")
 """Drafter, scoring head and segment probe that come with the package, in its data folder."""

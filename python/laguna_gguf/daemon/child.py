@@ -26,7 +26,8 @@ from laguna_gguf.daemon.logs import configure
 from laguna_gguf.daemon.protocol import Cancel, Compress, CompressChat
 from laguna_gguf.daemon.streams import Stream
 from laguna_gguf.errors import ConfigError, LagunaError
-from laguna_gguf.pflash.compress import Compressed, PFlash
+from laguna_gguf.pflash.compress import PFlash
+from laguna_gguf.pflash.compressed import Compressed
 from laguna_gguf.pflash.drafter_file import DrafterFile
 from laguna_gguf.pflash.hashing import file_sha256
 from laguna_gguf.pflash.settings import SelectionSettings
@@ -114,7 +115,7 @@ class ModelProcess:
         )
 
     def _chat(self, request: CompressChat) -> Compressed:
-        return self._pflash.compress_chat(  # type: ignore[attr-defined]
+        return self._pflash.compress_chat(
             request.rendered_prompt,
             keep_ratio=request.keep_ratio,
             session=request.session,

@@ -14,7 +14,7 @@ from laguna_gguf.daemon.addresses import connect, parse
 from laguna_gguf.daemon.protocol import Compress, CompressChat, Error, Result, StatsReply, Welcome
 from laguna_gguf.daemon.streams import Stream
 from laguna_gguf.errors import DaemonError, ProtocolError
-from laguna_gguf.pflash.compress import Compressed
+from laguna_gguf.pflash.compressed import Compressed
 
 CONNECT_SECONDS = 60.0
 """For the connection and the greeting, which comes when the daemon has loaded its drafter."""

@@ -11,7 +11,7 @@ import numpy as np
 from laguna_gguf.daemon import protocol
 from laguna_gguf.daemon.protocol import Compress, CompressChat, Result, Span
 from laguna_gguf.errors import ConfigError, LagunaError, QueryError
-from laguna_gguf.pflash.compress import Compressed
+from laguna_gguf.pflash.compressed import Compressed
 
 
 def compress_request(

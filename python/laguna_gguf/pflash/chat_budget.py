@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from laguna_gguf.errors import BudgetError
@@ -36,6 +37,7 @@ def chat_budget(
     n_target_tokens: int,
     target_n_ctx: int | None = None,
     max_tokens: int = 0,
+    count_kept: Callable[[list[Span]], int] | None = None,
 ) -> ChatBudget:
     """Budget of a chat of `n_tokens` drafter tokens and `n_target_tokens` target tokens.
 
@@ -44,24 +46,28 @@ def chat_budget(
     (`candidates.cut_chunks`, `candidates.probe_segments`). Text behind an explicit query counts only where it is
     pinned, so a query far from the end of its turn may find that what has to be kept exceeds the budget.
 
-    Where what must be kept and `max_tokens` of output exceed `target_n_ctx`, the droppable pins are given up; where
-    only the budget would, it is cut to what fits. BudgetError when what must be kept does not fit even so, with the
-    system prompt named where that alone does not.
+    `count_kept` counts the target tokens of spans; without it they are estimated. Where what must be kept and
+    `max_tokens` of output exceed `target_n_ctx`, the droppable pins are given up; where only the budget would, it is
+    cut to what fits. BudgetError when what must be kept does not fit even so, with the system prompt named where that
+    alone does not.
     """
     room = math.inf if target_n_ctx is None else target_n_ctx - max(0, max_tokens)
     scale = n_target_tokens / n_tokens
     for required, dropped in ((plan.kept, False), (plan.pins, True)):
         kept = _kept_tokens(plan, n_tokens, chunk_size, [] if dropped else plan.skeleton, required)
-        if math.ceil(kept * scale) <= room:
+        own = count_kept(required) if count_kept is not None and room < math.inf else 0
+        if max(own, math.ceil(kept * scale)) <= room:
             budget = droppable_budget(n_tokens, kept, keep_ratio)
             if budget.ceiling(n_target_tokens) > room:
                 budget = Budget(room / n_target_tokens, kept, max(kept, math.floor(room / scale)))
             droppable = droppable_target_tokens(n_target_tokens, n_tokens, kept)
             return ChatBudget(required, budget, droppable, dropped)
     system = sum(turn.end - turn.begin for turn in plan.turns if turn.role == SYSTEM)
-    what, least = ("the system prompt alone", system) if system * scale > room else ("what must be kept", kept)
+    what, least = "what must be kept", max(own, math.ceil(kept * scale))
+    if system * scale > room:
+        what, least = "the system prompt alone", math.ceil(system * scale)
     raise BudgetError(
-        f"{what} takes about {math.ceil(least * scale)} target tokens; a context of {target_n_ctx} less {max_tokens} "
+        f"{what} takes about {least} target tokens; a context of {target_n_ctx} less {max_tokens} "
         f"of output leaves {room}. Needed a larger context, fewer output tokens, or less that has to be kept"
     )
 

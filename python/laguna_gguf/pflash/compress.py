@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from operator import index
 from time import perf_counter
 from typing import Any
@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 from laguna_gguf.errors import ConfigError, QueryError, SelectionError
 from laguna_gguf.pflash.budget import check_keep_ratio
 from laguna_gguf.pflash.candidates import check_required
+from laguna_gguf.pflash.chat import ALWAYS, DEFAULT_THRESHOLD, ChatRequest, Chats
+from laguna_gguf.pflash.compressed import Compressed, timings
 from laguna_gguf.pflash.keeping import Kept, Prompt, keep, keep_chunks
 from laguna_gguf.pflash.llama import utf8
 from laguna_gguf.pflash.query import CONTENT_TAIL, EXPLICIT
@@ -23,34 +25,12 @@ from laguna_gguf.pflash.scorers import Reading, Scorers
 from laguna_gguf.pflash.segmentation import Span
 from laguna_gguf.pflash.selection import BUDGET_ONLY, INVALID_INPUT
 from laguna_gguf.pflash.settings import MAX_SESSIONS, SelectionSettings
-from laguna_gguf.pflash.target_tokens import CountTokens, token_counter
+from laguna_gguf.pflash.target_tokens import CountTokens, target_family, token_counter
 from laguna_gguf.pflash.token_map import TokenMap
 from laguna_gguf.pflash.trace import TraceWriter, make_trace
 
 LEGACY_CHUNKS = "legacy_chunks"
 """Selector mode of Qwen3-0.6B without a strict one."""
-
-
-@dataclass(frozen=True)
-class Compressed:
-    """What is left of a prompt."""
-
-    ids: NDArray[np.int32]
-    """Kept drafter tokens, in source order."""
-    spans: list[Span]
-    """The same as ranges of the prompt; ranges that touch are one."""
-    text: str
-    budget: int
-    """Drafter tokens that might be kept."""
-    retained_tokens: int
-    stop_reason: str
-    """budget_reached, top_p_reached or candidates_exhausted."""
-    retained_mass: float
-    """Share of the optional mass that was kept."""
-    timings: dict[str, Any]
-    """As `usage.timings.pflash`: compress_ms (all that the caller waited for), scorer_resume, ..."""
-    trace: dict[str, Any]
-    """As a line of PFLASH_TRACE_PATH."""
 
 
 class PFlash:
@@ -90,7 +70,10 @@ class PFlash:
         n_sessions = self.settings.drafter_sessions if sessions is None else sessions
         if isinstance(n_sessions, bool) or not isinstance(n_sessions, int) or not 0 <= n_sessions <= MAX_SESSIONS:
             raise ConfigError(f"sessions is {sessions!r}; needed an integer in 0..{MAX_SESSIONS}")
-        self._count: CountTokens | None = None if target is None else token_counter(target)
+        self._count: CountTokens | None = None
+        self._family: str | None = None
+        if target is not None:
+            self.bind_target(target)
         self._scorers = Scorers(
             os.fspath(drafter_path),
             self.settings,
@@ -101,6 +84,12 @@ class PFlash:
         )
         self._model = self._scorers.model
         self._traces = None if self.settings.trace_path is None else TraceWriter(self.settings.trace_path)
+        self._chats = Chats(self._scorers, self._traces)
+
+    def bind_target(self, target: Any) -> None:
+        """Count in this target's tokens from now on; see `target` of the constructor. Raises what that raises."""
+        count = token_counter(target)
+        self._count, self._family = count, target_family(target, count)
 
     def close(self) -> None:
         """Free the drafter. Further calls raise DecodeError."""
@@ -199,6 +188,49 @@ class PFlash:
         )
         return self._compress(prompt, rule, windows, session=session, text=text, began=began)
 
+    def compress_chat(
+        self,
+        rendered_prompt: str,
+        *,
+        keep_ratio: float,
+        session: str | None = None,
+        pflash_query: str | None = None,
+        pflash_required: Sequence[str] = (),
+        compression: str = ALWAYS,
+        threshold: int = DEFAULT_THRESHOLD,
+        target_n_ctx: int | None = None,
+        max_tokens: int = 0,
+    ) -> Compressed:
+        """What the target is to read of a chat that its template has rendered, generation prompt included.
+
+        What asks and what must be kept follows from the turns (docs/pflash.md). Selection is always strict, also with
+        Qwen3-0.6B. A conversation that was served before is continued: `text` is then what was served, the new turns,
+        and excerpts of what the new question asks about; the other fields are this prompt's own selection.
+
+        pflash_query: text that asks, in place of the derived query; pflash_required: at most 64 texts of the latest
+        user turn that are kept. session: see `score`. compression: always; auto, which returns the prompt whole
+        (stop_reason below_threshold) when fewer than `threshold` target tokens could be dropped; or off. target_n_ctx:
+        the target's context, which the result and max_tokens of output must fit. Counts are target tokens with a
+        `target`, else drafter tokens.
+
+        Raises QueryError (no turn that says anything, a text that does not occur), BudgetError (the target's tokens
+        cannot be kept within theirs, or what must be kept does not fit the context), and what `compress` raises.
+        """
+        required = (pflash_required,) if isinstance(pflash_required, str) else tuple(pflash_required)
+        request = ChatRequest(
+            rendered_prompt,
+            keep_ratio,
+            self.settings,
+            session,
+            pflash_query,
+            required,
+            compression,
+            threshold,
+            target_n_ctx,
+            max_tokens,
+        )
+        return self._chats.compress(request, self._count, self._family, self.on_progress)
+
     def _read(
         self,
         ids: NDArray[np.int32],
@@ -257,19 +289,6 @@ class PFlash:
         if target_tokens is None:
             target_tokens = len(ids) if self._count is None else self._count(result_text)
         selection = kept.selection
-        timings = {
-            "compress_ms": (perf_counter() - began) * 1e3,
-            "drafter_input_tokens": prompt.n_tokens,
-            "kept_tokens": selection.retained_tokens,
-            "keep_ratio": prompt.keep_ratio,
-            "compressed_tokens": target_tokens,
-            "query_rule": rule,
-            "history_queries": len(windows),
-            "scorer_resume": reading.ranking.resume,
-            "scorer_new_tokens": reading.ranking.new_tokens,
-            "scorer_forward_ms": reading.forward_ms,
-            "view": None,
-        }
         return Compressed(
             ids=ids,
             spans=kept.spans,
@@ -278,7 +297,18 @@ class PFlash:
             retained_tokens=selection.retained_tokens,
             stop_reason=selection.stop_reason,
             retained_mass=selection.retained_mass,
-            timings=timings,
+            timings=timings(
+                began,
+                input_tokens=prompt.n_tokens,
+                kept_tokens=selection.retained_tokens,
+                keep_ratio=prompt.keep_ratio,
+                compressed_tokens=target_tokens,
+                rule=rule,
+                history_queries=len(windows),
+                resume=reading.ranking.resume,
+                new_tokens=reading.ranking.new_tokens,
+                forward_ms=reading.forward_ms,
+            ),
             trace=trace,
         )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -45,6 +46,8 @@ class Fresh:
     """Kept tokens of the prompt."""
     segments: Sequence[Segment]
     """All that were ranked, kept or not."""
+    detail: Any = None
+    """Whatever the caller wants to have again with a repeated prompt."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,12 @@ class Served:
     """The excerpts."""
     reason: str = ""
     """Why a view was rebuilt."""
+    kept: tuple[Span, ...] = ()
+    """Bytes of the prompt that `text` holds at their place."""
+    inserted: tuple[tuple[int, str], ...] = ()
+    """Recall blocks in `text`, also those of earlier turns, and the byte of the prompt before which they stand."""
+    detail: Any = None
+    """Of the fresh compression."""
 
     def view(self) -> dict[str, str | int]:
         """The `view` object of usage.timings.pflash."""
@@ -153,8 +162,8 @@ class ViewStore:
             served, shown, reason = self._continued(raw, plan, edges, fresh, step, size, limit)
         if served is None:
             turn = step.served.turn + 1 if step is not None else 1
-            served = _fresh(fresh, raw, plan, size, turn, reason)
             shown = [(edges[begin], edges[end]) for begin, end in fresh.spans]
+            served = _fresh(fresh, raw, plan, size, turn, reason, shown)
         if plan.generation_byte is not None and served.generation_begin is not None:
             head = raw[: plan.generation_byte] + _opening(raw, plan)
             step = _Step(raw, plan.generation_byte, head, identity, served, shown)
@@ -230,6 +239,9 @@ class ViewStore:
             recalled_tokens=recalled_tokens,
             generation_begin=_generation_begin(text, raw, plan),
             recalled=tuple(texts),
+            kept=tuple(merge([*recall.clipped(step.served.kept, step.generation), (step.generation, len(raw))])),
+            inserted=step.served.inserted + (((at, block),) if block else ()),
+            detail=fresh.detail,
         )
         return served, merge([*shown, *lacking]), ""
 
@@ -244,7 +256,15 @@ def _too_much(served: int, recalled: int, fresh: int, limit: int | None) -> str:
     return ""
 
 
-def _fresh(fresh: Fresh, raw: bytes, plan: QueryPlan, size: Callable[[str], int], turn: int, reason: str) -> Served:
+def _fresh(
+    fresh: Fresh,
+    raw: bytes,
+    plan: QueryPlan,
+    size: Callable[[str], int],
+    turn: int,
+    reason: str,
+    kept: Sequence[Span],
+) -> Served:
     tokens = size(fresh.text)
     return Served(
         text=fresh.text,
@@ -257,6 +277,8 @@ def _fresh(fresh: Fresh, raw: bytes, plan: QueryPlan, size: Callable[[str], int]
         recalled_tokens=0,
         generation_begin=_generation_begin(fresh.text, raw, plan),
         reason=reason,
+        kept=tuple(kept),
+        detail=fresh.detail,
     )
 
 

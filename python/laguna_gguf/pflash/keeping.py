@@ -11,8 +11,16 @@ from numpy.typing import NDArray
 
 from laguna_gguf.errors import BudgetError
 from laguna_gguf.pflash import legacy as chunks
-from laguna_gguf.pflash.budget import MAX_ATTEMPTS, droppable_budget, kept_tokens, tightened
-from laguna_gguf.pflash.candidates import Score, chunk_size_for, fixed_chunks, make_candidates, merge, probe_segments
+from laguna_gguf.pflash.budget import MAX_ATTEMPTS, Budget, droppable_budget, kept_tokens, tightened
+from laguna_gguf.pflash.candidates import (
+    Score,
+    chunk_size_for,
+    cut_chunks,
+    fixed_chunks,
+    make_candidates,
+    merge,
+    probe_segments,
+)
 from laguna_gguf.pflash.probe import SegmentProbe
 from laguna_gguf.pflash.scorer import Scores
 from laguna_gguf.pflash.scorers import Reading
@@ -43,6 +51,8 @@ class Prompt:
     required: Sequence[Span] = ()
     """Sorted, not overlapping; kept whole."""
     suffix_candidates: bool = False
+    budget: Budget | None = None
+    """Planned for a chat, whose fixed chunks are cut at the edges of what must be kept. None: by whole chunks."""
 
     @property
     def n_tokens(self) -> int:
@@ -67,9 +77,9 @@ class Kept:
     """Of the kept text; None where they are not counted."""
 
 
-def chunk_size(prompt: Prompt, settings: SelectionSettings) -> int:
-    """Tokens in a fixed chunk of this prompt."""
-    return settings.select_chunk_size or chunk_size_for(prompt.n_tokens)
+def chunk_size(n_tokens: int, settings: SelectionSettings) -> int:
+    """Tokens in a fixed chunk of a prompt of n_tokens."""
+    return settings.select_chunk_size or chunk_size_for(n_tokens)
 
 
 def keep(
@@ -87,9 +97,8 @@ def keep(
     the budget is tightened until its text does, three times at most. SelectionError: what must be kept exceeds the
     budget. BudgetError: no budget meets the ceiling.
     """
-    size = chunk_size(prompt, settings)
-    kept = kept_tokens(prompt.n_tokens, size, prompt.query, prompt.required, suffix_candidates=prompt.suffix_candidates)
-    budget = droppable_budget(prompt.n_tokens, kept, prompt.keep_ratio)
+    size = chunk_size(prompt.n_tokens, settings)
+    budget = prompt.budget or _budget(prompt, size)
     spans = _segments(prompt, reading, settings, probe)
     result = _select(prompt, reading, settings, budget.tokens, spans, size)
     if n_target_tokens is None or count_kept is None:
@@ -101,6 +110,8 @@ def keep(
             return replace(result, target_tokens=count)
         if attempt < MAX_ATTEMPTS:
             wanted = tightened(wanted, ceiling, count)
+            if prompt.budget is not None:  # a chat falls back on what must be kept, which may still fit
+                wanted = max(wanted, sum(row.end - row.begin for row in result.candidates if row.mandatory))
             result = _select(prompt, reading, settings, wanted, spans, size)
     raise BudgetError(
         f"the kept text still takes {count} target tokens after {MAX_ATTEMPTS} tighter selections; the ceiling is "
@@ -128,6 +139,17 @@ def keep_chunks(prompt: Prompt, reading: Reading) -> Kept:
     )
     budget = min(prompt.n_tokens, len(ordinals) * chunks.CHUNK)
     return Kept(spans, budget, selection, candidates, chunks.CHUNK, "mean")
+
+
+def _budget(prompt: Prompt, size: int) -> Budget:
+    kept = kept_tokens(prompt.n_tokens, size, prompt.query, prompt.required, suffix_candidates=prompt.suffix_candidates)
+    return droppable_budget(prompt.n_tokens, kept, prompt.keep_ratio)
+
+
+def _chunks(prompt: Prompt, size: int) -> list[Span]:
+    if prompt.budget is None:
+        return fixed_chunks(prompt.n_tokens, size)
+    return cut_chunks(prompt.n_tokens, size, prompt.query, prompt.required)
 
 
 def _segments(
@@ -159,7 +181,7 @@ def _select(
     segments: list[Span] | None,
     size: int,
 ) -> Kept:
-    spans = fixed_chunks(prompt.n_tokens, size) if segments is None else segments
+    spans = _chunks(prompt, size) if segments is None else segments
     wanted: Score = "sum" if settings.select_score == "sum" else "density"
     if settings.select_score == "auto" and segments is None:
         wanted = "sum"

@@ -11,6 +11,7 @@ from typing import Any
 import llama_cpp
 
 from laguna_gguf.errors import CheckpointError, ConfigError
+from laguna_gguf.pflash.families import family_of_tokenizer
 from laguna_gguf.pflash.llama import llama_log, utf8
 
 CountTokens = Callable[[str], int]
@@ -28,6 +29,14 @@ def token_counter(target: Any) -> CountTokens:
     if callable(target):
         return lambda text: _checked(target(text))
     raise ConfigError(f"target is {target!r}; needed a GGUF path, a llama_cpp.Llama or a callable text -> token count")
+
+
+def target_family(target: Any, count: CountTokens) -> str | None:
+    """Name of the family of chat templates whose control strings are single tokens of the target. None: of no family,
+    or a callable, whose unit need not be the tokens of a vocabulary."""
+    if not isinstance(target, llama_cpp.Llama | str | os.PathLike):
+        return None
+    return family_of_tokenizer(lambda text: range(count(text)))
 
 
 class _Vocabulary:
