@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from laguna_gguf.serve.server import Server, listen
+from laguna_gguf.http.listening import listen
+from laguna_gguf.serve.server import Server
 from laguna_gguf.serve.session import ServedSession
 from laguna_gguf.serve.settings import Settings
 from session_tools import OPTIONS

@@ -84,7 +84,8 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(
                 f'the package {name} is missing; install the server with: pip install "laguna-gguf[serve]"'
             )
-    from laguna_gguf.serve.server import Server, address, listen
+    from laguna_gguf.http.listening import address, listen
+    from laguna_gguf.serve.server import Server
     from laguna_gguf.serve.session import ServedSession
     from laguna_gguf.serve.settings import Limits, Settings
 

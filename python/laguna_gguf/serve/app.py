@@ -16,12 +16,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from laguna_gguf.errors import RequestError
-from laguna_gguf.serve import errors
-from laguna_gguf.serve.bodies import ClientGone, parse_object, read_body
+from laguna_gguf.http import errors
+from laguna_gguf.http.bodies import ClientGone, parse_object, read_body
+from laguna_gguf.http.middleware import Answers, ApiKeys
+from laguna_gguf.http.responses import error_response, json_response, mark_gone
 from laguna_gguf.serve.metrics import Metrics
-from laguna_gguf.serve.middleware import Answers, ApiKeys
 from laguna_gguf.serve.requests import GenerationRequest, chat_request, completion_request
-from laguna_gguf.serve.responses import GenerationResponse, error_response, json_response, mark_gone
+from laguna_gguf.serve.responses import GenerationResponse
 from laguna_gguf.serve.settings import Settings
 from laguna_gguf.serve.worker import Worker
 
@@ -74,7 +75,9 @@ def create_app(worker: Worker, metrics: Metrics, settings: Settings) -> Starlett
         Route("/metrics", _async(metrics_text)),
     ]
     paths = frozenset(route.path for route in routes)
-    middleware = [Middleware(Answers, metrics=metrics, paths=paths)]
+    middleware = [
+        Middleware(Answers, count=lambda path, status: metrics.requests.labels(path, status).inc(), paths=paths)
+    ]
     if settings.cors_origins:
         middleware.append(
             Middleware(

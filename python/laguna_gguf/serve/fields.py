@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from laguna_gguf.errors import RequestError
-from laguna_gguf.serve.bodies import type_name
+from laguna_gguf.http.bodies import type_name
 from laguna_gguf.serve.settings import Limits
 
 Check = Callable[[str, Any], Any]

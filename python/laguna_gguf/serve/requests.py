@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from laguna_gguf.errors import RequestError
+from laguna_gguf.http.bodies import type_name
 from laguna_gguf.serve import fields, messages
-from laguna_gguf.serve.bodies import type_name
 from laguna_gguf.serve.settings import Settings
 
 

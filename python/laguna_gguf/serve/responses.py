@@ -1,55 +1,37 @@
-"""Answers as they go out: JSON, or server-sent events while the model generates."""
+"""The answer of a job, or server-sent events while the model generates."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 import anyio
 from starlette.responses import Response
 
 from laguna_gguf.errors import RequestError
-from laguna_gguf.serve import errors
+from laguna_gguf.http import errors
+from laguna_gguf.http.responses import (
+    Message,
+    Receive,
+    Send,
+    disconnected,
+    encode,
+    error_response,
+    event,
+    json_response,
+    mark_gone,
+)
 from laguna_gguf.serve.settings import Limits
 from laguna_gguf.serve.worker import Job, Worker
 
 logger = logging.getLogger(__name__)
-
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
 
 _EVENT_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # nginx passes events on at once
 ]
-
-
-def encode(value: Any) -> bytes:
-    """Compact JSON; llama_cpp's log probabilities are numpy numbers."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=float).encode()
-
-
-def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """A value as JSON."""
-    return Response(encode(value), status, headers, media_type="application/json")
-
-
-def error_response(error: RequestError) -> Response:
-    """An error in the API's shape."""
-    headers = dict(errors.headers(error))
-    if error.status in (408, 413):
-        headers["Connection"] = "close"  # the rest of the body may still be on its way
-    return json_response(errors.body(error), error.status, headers)
-
-
-def event(data: bytes) -> bytes:
-    """One server-sent event."""
-    return b"data: " + data + b"\n\n"
 
 
 class GenerationResponse(Response):
@@ -69,7 +51,7 @@ class GenerationResponse(Response):
             with anyio.fail_after(self._limits.send_seconds):
                 await send(message)
 
-        watch = asyncio.create_task(_disconnect(receive))
+        watch = asyncio.create_task(disconnected(receive))
         answer = asyncio.create_task(self._answer(scope, receive, timed))
         try:
             await asyncio.wait({watch, answer}, return_when=asyncio.FIRST_COMPLETED)
@@ -107,13 +89,3 @@ class GenerationResponse(Response):
             except RequestError as error:
                 chunk, last = None, encode(errors.body(error))
         await send({"type": "http.response.body", "body": event(last)})
-
-
-async def _disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-def mark_gone(scope: Any) -> None:
-    """Note that the client left before its answer was complete."""
-    scope.setdefault("state", {})["client_gone"] = True

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import uvicorn
 
-from laguna_gguf.errors import ConfigError
+from laguna_gguf.http.connection import Connection
+from laguna_gguf.http.listening import quiet_signals
 from laguna_gguf.serve.app import create_app
 from laguna_gguf.serve.metrics import Metrics
-from laguna_gguf.serve.protocol import Connection
 from laguna_gguf.serve.session import ServedSession
 from laguna_gguf.serve.settings import Settings
 from laguna_gguf.serve.worker import Worker
@@ -26,22 +24,6 @@ SHUTDOWN_SECONDS = 5
 
 JOIN_SECONDS = 30
 """For the decode in progress, or the loading of a model, which cannot be interrupted."""
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0 lets the system choose. Raises ConfigError."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family, backlog=128)
-    except (OSError, OverflowError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"cannot listen on {host} port {port}: {reason}") from error
-
-
-def address(listener: socket.socket) -> str:
-    """The URL of a listening socket."""
-    host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 class Server(uvicorn.Server):
@@ -69,7 +51,7 @@ class Server(uvicorn.Server):
         """Load the model and answer requests until a signal or `should_exit`. Raises why the model cannot be loaded."""
         self.worker.start()
         try:
-            with _quiet_signals():
+            with quiet_signals():
                 self.run(sockets=[listener])
         finally:
             self.worker.stop()
@@ -86,18 +68,3 @@ class Server(uvicorn.Server):
 
     def _end(self) -> None:
         self.should_exit = True
-
-
-@contextmanager
-def _quiet_signals() -> Iterator[None]:
-    """uvicorn raises the signal that ended it once more; here the end is a normal one."""
-    try:
-        before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
-    except ValueError:  # not the main thread: uvicorn does not handle signals there either
-        yield
-        return
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

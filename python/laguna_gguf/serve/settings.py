@@ -6,19 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from laguna_gguf.http.limits import HttpLimits
+
 
 @dataclass(frozen=True)
-class Limits:
+class Limits(HttpLimits):
     """What a client may use up. Sizes in bytes, times in seconds."""
 
-    body_bytes: int = 16 << 20
-    json_depth: int = 64
-    """Nested objects and arrays in a body."""
-    header_seconds: float = 15.0
-    """For the request line and headers, from the connection or from the last answer on it."""
-    body_seconds: float = 60.0
-    send_seconds: float = 60.0
-    """For a client to take one piece of its answer."""
     queue: int = 32
     """Requests that wait for the model while it works on another."""
     stops: int = 32

@@ -16,7 +16,8 @@ from typing import Any, Literal
 import llama_cpp
 
 from laguna_gguf.errors import RequestError
-from laguna_gguf.serve import errors
+from laguna_gguf.http import errors
+from laguna_gguf.serve.errors import of_exception
 from laguna_gguf.serve.generation import run
 from laguna_gguf.serve.meter import Cancelled
 from laguna_gguf.serve.metrics import Metrics
@@ -171,7 +172,7 @@ class Worker:
         except Cancelled:
             logger.debug("a client left after %d tokens", meter.n_predicted)
         except Exception as error:
-            refusal = errors.of_exception(error)
+            refusal = of_exception(error)
             if refusal.status >= 500:
                 logger.error("a request failed", exc_info=error)
             job.put(refusal)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import hmac
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from starlette.datastructures import Headers
 
 from laguna_gguf.errors import RequestError
-from laguna_gguf.serve import errors
-from laguna_gguf.serve.metrics import Metrics
-from laguna_gguf.serve.responses import Message, Receive, Send, error_response
+from laguna_gguf.http import errors
+from laguna_gguf.http.responses import Message, Receive, Send, error_response
 
 logger = logging.getLogger(__name__)
 
@@ -51,9 +50,10 @@ class ApiKeys:
 class Answers:
     """Counts answers by status, and turns an exception into an error in the API's shape."""
 
-    def __init__(self, app: Any, metrics: Metrics, paths: frozenset[str]) -> None:
+    def __init__(self, app: Any, count: Callable[[str, str], None], paths: frozenset[str]) -> None:
+        """count is called with the path, "other" for all that are not among `paths`, and the status."""
         self._app = app
-        self._metrics = metrics
+        self._count = count
         self._paths = paths
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
@@ -81,4 +81,4 @@ class Answers:
             path = scope["path"] if scope["path"] in self._paths else "other"
             if status is None or scope.get("state", {}).get("client_gone"):
                 status = CLIENT_GONE
-            self._metrics.requests.labels(path, str(status)).inc()
+            self._count(path, str(status))

@@ -10,7 +10,7 @@ from typing import Any
 import anyio
 
 from laguna_gguf.errors import RequestError
-from laguna_gguf.serve.settings import Limits
+from laguna_gguf.http.limits import HttpLimits
 
 Receive = Callable[[], Awaitable[Mapping[str, Any]]]
 
@@ -22,7 +22,7 @@ class ClientGone(Exception):
     """The client closed the connection."""
 
 
-async def read_body(receive: Receive, headers: Mapping[str, str], limits: Limits) -> bytes:
+async def read_body(receive: Receive, headers: Mapping[str, str], limits: HttpLimits) -> bytes:
     """The whole body. Raises RequestError 413 or 408, ClientGone."""
     declared = headers.get("content-length", "0")
     parts: list[bytes] = []
@@ -50,7 +50,7 @@ async def read_body(receive: Receive, headers: Mapping[str, str], limits: Limits
     return b"".join(parts)
 
 
-def parse_object(data: bytes, limits: Limits) -> dict[str, Any]:
+def parse_object(data: bytes, limits: HttpLimits) -> dict[str, Any]:
     """The body's JSON object. Raises RequestError for anything else, infinite numbers and text that is not Unicode."""
     try:
         value = json.loads(data.decode("utf-8"), parse_constant=_refuse_constant)

@@ -11,15 +11,15 @@ import asyncio
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from laguna_gguf.serve import errors
-from laguna_gguf.serve.responses import encode
-from laguna_gguf.serve.settings import Limits
+from laguna_gguf.http import errors
+from laguna_gguf.http.limits import HttpLimits
+from laguna_gguf.http.responses import encode
 
 
 class Connection(H11Protocol):
     """One connection. `scope["state"]["abort"]()` drops it at once."""
 
-    header_seconds = Limits().header_seconds
+    header_seconds = HttpLimits().header_seconds
 
     _deadline: asyncio.TimerHandle | None = None
 
