@@ -12,7 +12,7 @@ from laguna_gguf.daemon.addresses import parse
 from laguna_gguf.daemon.client import CONNECT_SECONDS, GRACE_SECONDS
 from laguna_gguf.daemon.protocol import Error, Result, StatsReply, Welcome
 from laguna_gguf.errors import DaemonError, LagunaError, ProtocolError
-from laguna_gguf.pflash.compress import Compressed
+from laguna_gguf.pflash.compressed import Compressed
 
 _GREETING = protocol.decoder(Welcome | Error)
 _REPLIES = protocol.decoder(Result | StatsReply | Error)

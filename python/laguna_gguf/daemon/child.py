@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from laguna_gguf.daemon import protocol
-from laguna_gguf.daemon.loading import Begun, Load, Ready
+from laguna_gguf.daemon.loading import Begun, Count, Counted, Load, Ready
 from laguna_gguf.daemon.logs import configure
 from laguna_gguf.daemon.protocol import Cancel, Compress, CompressChat
 from laguna_gguf.daemon.streams import Stream
@@ -36,11 +36,11 @@ logger = logging.getLogger("laguna_gguf.daemon.child")
 
 REQUEST_SETTINGS = frozenset(
     "select_mode select_chunk_size select_query_tokens select_query_parser select_top_p select_score select_split "
-    "chat_skeleton_tokens chat_history_queries chat_recall_min_lift chat_view".split()
+    "chat_skeleton_tokens chat_history_queries".split()
 )
 """Settings that a request can have of its own; the others belong to the loaded drafter or name files."""
 
-_REQUESTS = protocol.decoder(Compress | CompressChat | Cancel)
+_REQUESTS = protocol.decoder(Compress | CompressChat | Cancel | Counted)
 
 
 class Cancelled(LagunaError):
@@ -54,6 +54,7 @@ class ModelProcess:
         self._stream = stream
         self._pflash = pflash
         self._requests: queue.SimpleQueue[Compress | CompressChat] = queue.SimpleQueue()
+        self._counts: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._cancelled: set[int] = set()
         self._current: int | None = None
         pflash.on_progress = self._on_progress
@@ -87,6 +88,8 @@ class ModelProcess:
                 frame = protocol.decode(body, _REQUESTS)
                 if isinstance(frame, Cancel):
                     self._cancelled.add(frame.id)
+                elif isinstance(frame, Counted):
+                    self._counts.put(frame.count)
                 else:
                     self._requests.put(frame)
         except Exception as error:
@@ -99,6 +102,7 @@ class ModelProcess:
             raise Cancelled
 
     def _result(self, request: Compress | CompressChat) -> protocol.Result:
+        self._pflash.bind_target(self._count if isinstance(request, CompressChat) and request.count else None)
         with self._settings(request.settings or {}):
             compressed = self._chat(request) if isinstance(request, CompressChat) else self._compress(request)
         return result_frame(request, compressed)
@@ -113,6 +117,14 @@ class ModelProcess:
             session=request.session,
             suffix_candidates=request.suffix_candidates,
         )
+
+    def _count(self, text: str) -> int:
+        """Target tokens, which the front knows to count."""
+        self._stream.send(protocol.encode(Count(text)))
+        count = self._counts.get()
+        if count is None:
+            raise Cancelled
+        return count
 
     def _chat(self, request: CompressChat) -> Compressed:
         return self._pflash.compress_chat(
@@ -133,11 +145,11 @@ class ModelProcess:
         if unknown:
             raise ConfigError(f"{', '.join(unknown)}: not a setting that a request can have; see the daemon's own")
         before = self._pflash.settings
-        self._pflash.settings = dataclasses.replace(before, **given)
+        self._pflash.use_settings(dataclasses.replace(before, **given))
         try:
             yield
         finally:
-            self._pflash.settings = before
+            self._pflash.use_settings(before)
 
 
 def result_frame(request: Compress | CompressChat, compressed: Compressed) -> protocol.Result:
@@ -153,6 +165,9 @@ def result_frame(request: Compress | CompressChat, compressed: Compressed) -> pr
         retained_mass=compressed.retained_mass,
         timings=compressed.timings,
         trace=compressed.trace if request.trace else None,
+        byte_spans=None if compressed.byte_spans is None else np.asarray(compressed.byte_spans, "<i4").tobytes(),
+        inserted=list(compressed.inserted),
+        ceiling=compressed.ceiling,
     )
 
 

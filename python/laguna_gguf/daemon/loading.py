@@ -35,3 +35,15 @@ class Begun(Frame):
     """The process works on a request from now on; before, it can be given to another one."""
 
     id: int
+
+
+class Count(Frame):
+    """The process asks for the number of target tokens of a text."""
+
+    text: str
+
+
+class Counted(Frame):
+    """The answer; without a count the request cannot go on."""
+
+    count: int | None = None

@@ -9,13 +9,13 @@ import socket
 import sys
 import time
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Awaitable, Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
 from laguna_gguf.daemon import protocol
 from laguna_gguf.daemon.fairness import FairQueue
-from laguna_gguf.daemon.loading import Begun, Load, Ready
+from laguna_gguf.daemon.loading import Begun, Count, Counted, Load, Ready
 from laguna_gguf.daemon.protocol import CodedError, Compress, CompressChat, Error, Result
 from laguna_gguf.errors import LagunaError, ProtocolError
 
@@ -33,8 +33,12 @@ FIRST_DELAY = 0.1
 
 PERSISTENT, REQUEST_SCOPED, AUTO = "persistent", "request-scoped", "auto"
 
-_REPLIES = protocol.decoder(Result | Error | Begun)
+_REPLIES = protocol.decoder(Result | Error | Begun | Count)
 _STARTS = protocol.decoder(Ready | Error)
+
+
+CountText = Callable[[str], Awaitable[int]]
+"""Target tokens of a text."""
 
 
 class LoadError(Exception):
@@ -45,6 +49,9 @@ class LoadError(Exception):
 class _Job:
     request: Compress | CompressChat
     client: Hashable
+    count: CountText | None = None
+    error: Exception | None = None
+    """Why `count` failed."""
     answer: asyncio.Future[Result] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
@@ -137,6 +144,11 @@ class Model:
         """loading, ready, unloaded, restarting, failed or stopped."""
         self.counts: Counter[str] = Counter()
 
+    @property
+    def available(self) -> bool:
+        """Whether a request would be worked on now."""
+        return self.state in ("ready", "unloaded") and not self._ending
+
     def start(self) -> None:
         """Begin to load."""
         self._task = asyncio.create_task(self._run(), name="model")
@@ -163,14 +175,19 @@ class Model:
         """Take no further requests; those that wait are still worked on."""
         self._ending = True
 
-    async def compress(self, request: Compress | CompressChat, client: Hashable) -> Result:
+    async def compress(
+        self, request: Compress | CompressChat, client: Hashable, *, count: CountText | None = None
+    ) -> Result:
         """Work on a request; its id is replaced. Cancelling the call cancels the request.
 
-        Raises what the model process raised, and CodedError: busy, deadline, drafter_lost, ending.
+        count: for a chat, counts target tokens; what it raises is raised here. Raises what the model process raised,
+        and CodedError: busy, deadline, drafter_lost, ending.
         """
         if self._ending:
             raise CodedError("the daemon is ending", protocol.ENDING)
-        job = _Job(request, client)
+        if isinstance(request, CompressChat):
+            request.count = count is not None
+        job = _Job(request, client, count)
         self._queue.put(client, job)
         self.idle.clear()
         self.counts["requests"] += 1
@@ -352,6 +369,9 @@ class Model:
             if isinstance(frame, Begun):
                 begun = True
                 frame = protocol.decode(await child.receive(), _REPLIES)
+            while isinstance(frame, Count):
+                await child.send(Counted(await _counted(job, frame.text)))
+                frame = protocol.decode(await child.receive(), _REPLIES)
         except (OSError, asyncio.IncompleteReadError):
             child.lost = True
             if not begun:
@@ -362,4 +382,18 @@ class Model:
             child.lost = True
             child.kill()
             return error
+        if isinstance(job.error, LagunaError) and isinstance(frame, Error):
+            return job.error
         return protocol.exception(frame) if isinstance(frame, Error) else frame
+
+
+async def _counted(job: _Job, text: str) -> int | None:
+    if job.count is None or job.answer.done():
+        return None
+    try:
+        return await job.count(text)
+    except LagunaError as error:
+        job.error = error
+    except Exception as error:
+        logger.error("tokens cannot be counted", exc_info=error)
+    return None

@@ -94,6 +94,8 @@ class CompressChat(Request, tag="compress_chat"):
     threshold: int = 32000
     target_n_ctx: int | None = None
     max_tokens: int = 0
+    count: bool = False
+    """Whether the front counts target tokens while the process works; not for clients."""
 
 
 class Cancel(Frame):
@@ -126,6 +128,10 @@ class Result(Frame):
     retained_mass: float
     timings: dict[str, Any]
     trace: dict[str, Any] | None = None
+    byte_spans: bytes | None = None
+    """As spans, of a chat's bytes."""
+    inserted: list[tuple[int, str]] = msgspec.field(default_factory=list)
+    ceiling: int | None = None
 
 
 class Error(Frame):
@@ -215,6 +221,8 @@ def check(frame: Compress | CompressChat) -> None:
     if frame.session is not None and len(frame.session) > MAX_NAME_BYTES:
         raise ProtocolError(f"the session's name has {len(frame.session)} characters; at most {MAX_NAME_BYTES}")
     if isinstance(frame, CompressChat):
+        if frame.count:
+            raise ProtocolError("count is not for clients")
         if len(frame.pflash_required) > MAX_REQUIRED:
             raise ProtocolError(f"{len(frame.pflash_required)} required texts; at most {MAX_REQUIRED}")
         return

@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from laguna_gguf.daemon import protocol
 from laguna_gguf.daemon.protocol import Compress, CompressChat, Result, Span
-from laguna_gguf.errors import ConfigError, LagunaError, QueryError
+from laguna_gguf.errors import ConfigError, QueryError
 from laguna_gguf.pflash.compressed import Compressed
 
 
@@ -85,10 +84,9 @@ def chat_request(
 
 def compressed(result: Result) -> Compressed:
     """What PFlash would have returned; `trace` is empty unless it was asked for."""
-    spans = np.frombuffer(result.spans, "<i4").reshape(-1, 2)
     return Compressed(
         ids=np.frombuffer(result.ids, "<i4").astype(np.int32),
-        spans=[(begin, end) for begin, end in spans.tolist()],
+        spans=_pairs(result.spans),
         text=result.text,
         budget=result.budget,
         retained_tokens=result.retained_tokens,
@@ -96,12 +94,14 @@ def compressed(result: Result) -> Compressed:
         retained_mass=result.retained_mass,
         timings=result.timings,
         trace=result.trace or {},
+        byte_spans=None if result.byte_spans is None else _pairs(result.byte_spans),
+        inserted=[(place, text) for place, text in result.inserted],
+        ceiling=result.ceiling,
     )
 
 
-def raised(frame: protocol.Error) -> LagunaError:
-    """The exception of an error frame."""
-    return protocol.exception(frame)
+def _pairs(data: bytes) -> list[Span]:
+    return [(begin, end) for begin, end in np.frombuffer(data, "<i4").reshape(-1, 2).tolist()]
 
 
 def _ids(values: Any) -> bytes:

@@ -227,6 +227,7 @@ class Chats:
             trace=trace,
             byte_spans=bytes_kept if _spells(chat.raw, request.prompt) else None,
             inserted=inserted,
+            ceiling=budget.budget.ceiling(chat.n_target_tokens),
         )
 
     def _budget(

@@ -87,9 +87,17 @@ class PFlash:
         self._chats = Chats(self._scorers, self._traces)
 
     def bind_target(self, target: Any) -> None:
-        """Count in this target's tokens from now on; see `target` of the constructor. Raises what that raises."""
+        """Count in this target's tokens from now on, None: in the drafter's; see `target` of the constructor. Raises
+        what that raises."""
+        if target is None:
+            self._count = self._family = None
+            return
         count = token_counter(target)
         self._count, self._family = count, target_family(target, count)
+
+    def use_settings(self, settings: SelectionSettings) -> None:
+        """Select with these from now on. Scorers, sessions, views and the trace's file stay as they were opened."""
+        self.settings = self._chats.settings = settings
 
     def close(self) -> None:
         """Free the drafter. Further calls raise DecodeError."""

@@ -41,6 +41,8 @@ class Compressed:
     byte_spans: list[Span] | None = None
     """Of a chat: the bytes of the prompt that `text` holds, in order, those of earlier turns' selections included. None
     for other texts, and where the drafter's tokens do not spell the prompt byte for byte (text that is not UTF-8)."""
+    ceiling: int | None = None
+    """Of a chat that was compressed: target tokens that this prompt's own selection may take."""
     inserted: Sequence[tuple[int, str]] = ()
     """Of a chat: recalled excerpts in `text` as (byte of the prompt before which they stand, text)."""
 

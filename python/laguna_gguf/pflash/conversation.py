@@ -171,7 +171,7 @@ class ViewStore:
         return served
 
     def _find(self, raw: bytes, identity: Hashable) -> tuple[OrderedDict[bytes, _Step] | None, _Step | None]:
-        """The conversation and the step that the prompt repeats, or else the longest one that it continues."""
+        """The conversation and the step that the prompt repeats, or else the longest (and latest) it continues."""
         best: tuple[OrderedDict[bytes, _Step] | None, _Step | None] = (None, None)
         longest = -1
         for conversation in self._conversations:
@@ -179,7 +179,7 @@ class ViewStore:
             if same is not None and same.identity == identity:
                 return conversation, same
             for step in conversation.values():
-                if len(step.head) > longest and step.prompt != raw and raw.startswith(step.head):
+                if len(step.head) >= longest and step.prompt != raw and raw.startswith(step.head):
                     best, longest = (conversation, step), len(step.head)
         return best
 

@@ -1,0 +1,135 @@
+"""The server behind the proxy."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import AsyncIterator, Iterable, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+
+from laguna_gguf.errors import ConfigError, RequestError
+from laguna_gguf.http.errors import of_status
+
+logger = logging.getLogger(__name__)
+
+Headers = Sequence[tuple[bytes, bytes]]
+
+CONNECT_SECONDS = 5.0
+HELPER_SECONDS = 60.0
+"""For /apply-template, /tokenize and /props."""
+
+_HOP_BY_HOP = frozenset(
+    b"connection keep-alive proxy-authenticate proxy-authorization te trailer trailers transfer-encoding upgrade "
+    b"proxy-connection".split()
+)
+_OURS = frozenset([b"host", b"content-length", b"expect"])
+_KEYS = frozenset([b"authorization", b"x-api-key", b"cookie"])
+
+
+class Upstream:
+    """Requests to the server behind. Headers of clients, keys among them, go through and into no log."""
+
+    def __init__(self, url: str) -> None:
+        """ConfigError for what is no http(s) URL."""
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+            raise ConfigError(f"--upstream is {url!r}; needed http://HOST:PORT")
+        self._base = httpx.URL(url.rstrip("/"))
+        self._client = httpx.AsyncClient(
+            timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=32),
+            trust_env=False,  # a proxy of the environment has no business on this machine
+            follow_redirects=False,
+        )
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    async def send(
+        self,
+        method: str,
+        raw_path: bytes,
+        headers: Headers,
+        content: bytes | AsyncIterator[bytes] | None,
+        *,
+        length: bytes | None = None,
+    ) -> httpx.Response:
+        """Send a request; the answer's body is still to be read, and the answer to be closed.
+
+        length: of streamed content where it is known. RequestError 502 when the server cannot be reached.
+        """
+        sent = [(name, value) for name, value in headers if name not in _HOP_BY_HOP and name not in _OURS]
+        if length is not None:
+            sent.append((b"content-length", length))
+        request = httpx.Request(
+            method,
+            self._base.copy_with(raw_path=self._base.raw_path.rstrip(b"/") + raw_path),
+            headers=sent,
+            content=content,
+        )
+        try:
+            return await self._client.send(request, stream=True)
+        except httpx.HTTPError as error:
+            raise unreachable(error) from error
+
+    async def ask(self, path: str, body: dict[str, Any], headers: Headers) -> Any:
+        """The JSON answer of a helper endpoint, asked with the client's keys. RequestError for anything else."""
+        keys = [(name, value) for name, value in headers if name in _KEYS]
+        keys.append((b"content-type", b"application/json"))
+        data = json.dumps(body, ensure_ascii=False).encode("utf-8", "surrogatepass")
+        request = httpx.Request(
+            "POST", self._base.copy_with(path=self._base.path.rstrip("/") + path), headers=keys, content=data
+        )
+        return await self._answer(request, path)
+
+    async def context_size(self, headers: Headers) -> int | None:
+        """Tokens of one slot's context, where the server tells."""
+        keys = [(name, value) for name, value in headers if name in _KEYS]
+        request = httpx.Request("GET", self._base.copy_with(path=self._base.path.rstrip("/") + "/props"), headers=keys)
+        try:
+            props = await self._answer(request, "/props")
+            n_ctx = props["default_generation_settings"]["n_ctx"]
+        except (RequestError, KeyError, TypeError):
+            return None
+        return n_ctx if isinstance(n_ctx, int) and n_ctx > 0 else None
+
+    async def _answer(self, request: httpx.Request, path: str) -> Any:
+        request.extensions["timeout"] = httpx.Timeout(HELPER_SECONDS, connect=CONNECT_SECONDS).as_dict()
+        try:
+            response = await self._client.send(request)
+        except httpx.HTTPError as error:
+            raise unreachable(error) from error
+        if response.status_code != 200:
+            raise refused(response.status_code, response.content, path)
+        try:
+            return response.json()
+        except ValueError as error:
+            raise of_status(502, f"the upstream server's answer to {path} is not JSON") from error
+
+
+def unreachable(error: httpx.HTTPError) -> RequestError:
+    """502, with the kind of failure and no address."""
+    logger.warning("the upstream server cannot be reached: %s", error or type(error).__name__)
+    return of_status(502, f"the upstream server cannot be reached ({type(error).__name__})")
+
+
+def refused(status: int, body: bytes, path: str) -> RequestError:
+    """The upstream server's own refusal, as it would have been for the request itself."""
+    try:
+        error = json.loads(body)["error"]
+        message, kind = str(error["message"]), str(error.get("type", ""))
+    except (ValueError, KeyError, TypeError):
+        message, kind = f"the upstream server answers {path} with status {status}", ""
+    refusal = of_status(status if status >= 400 else 502, message)
+    return RequestError(message, refusal.status, kind or refusal.kind)
+
+
+def passed_on(
+    headers: Iterable[tuple[bytes, bytes]], *, drop: frozenset[bytes] = frozenset()
+) -> list[tuple[bytes, bytes]]:
+    """Headers of an answer as the client gets them."""
+    lowered = [(name.lower(), value) for name, value in headers]
+    return [(name, value) for name, value in lowered if name not in _HOP_BY_HOP and name not in drop]
