@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from laguna_gguf.cli import main
-from laguna_gguf.commands import compress as command
 from scorer_fixtures import write_random_probe
 
 TEXT = "Where is the tower?\n" + "The river runs by the old mill and the tower.\n" * 40 + "Tell me about the mill."
@@ -89,8 +88,8 @@ def test_usage_errors(base: list[str]) -> None:
 
 
 def test_without_a_demo_drafter(
-    base: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    base: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(command, "DEMO_FILES", ("absent.gguf", "absent.gguf", "absent.gguf"))
+    monkeypatch.setattr("laguna_gguf.pflash.demo.files", lambda _: tmp_path)
     assert main(["compress", *base[5:]]) == 1
-    assert "give --prefill-drafter" in capsys.readouterr().err
+    assert "no demo drafter; give a Qwen3.5 GGUF" in capsys.readouterr().err

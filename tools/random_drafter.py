@@ -134,10 +134,18 @@ def write_drafter(
     dtype: Literal["f32", "f16", "q8_0"] = "f32",
     metadata: dict[str, Any] | None = None,
     tokenizer: bool = True,
+    vocabulary: tuple[list[str], list[str]] | None = None,
+    general: dict[str, str] | None = None,
 ) -> Path:
-    """Write a drafter; matrices as `dtype`, vectors and the convolution f32. `metadata`: integer keys that replace."""
+    """Write a drafter; matrices as `dtype`, vectors and the convolution f32. `metadata`: integer keys that replace.
+
+    vocabulary: (tokens, merges) of a byte-level BPE whose first tokens are CONTROL_TOKENS; None is a toy one. general:
+    string keys, such as "general.name".
+    """
     tensors = random_tensors(shape, seed) if tensors is None else tensors
     writer = gguf.GGUFWriter(str(path), shape.arch)
+    for key, text in (general or {}).items():
+        writer.add_string(key, text)
     arch = shape.arch
     numbers: dict[str, int] = {
         "block_count": shape.n_layer,
@@ -166,7 +174,7 @@ def write_drafter(
     writer.add_float32(f"{arch}.attention.layer_norm_rms_epsilon", shape.norm_eps)
     writer.add_float32(f"{arch}.rope.freq_base", shape.rope_base)
     if tokenizer:
-        _add_tokenizer(writer, shape)
+        _add_tokenizer(writer, shape, vocabulary)
     else:
         writer.add_tokenizer_model("none")
         writer.add_vocab_size(shape.n_vocab)
@@ -185,8 +193,10 @@ def write_drafter(
     return Path(path)
 
 
-def _add_tokenizer(writer: gguf.GGUFWriter, shape: DrafterShape) -> None:
-    tokens, merges = byte_level_tokens(shape.n_vocab)
+def _add_tokenizer(
+    writer: gguf.GGUFWriter, shape: DrafterShape, vocabulary: tuple[list[str], list[str]] | None
+) -> None:
+    tokens, merges = byte_level_tokens(shape.n_vocab) if vocabulary is None else vocabulary
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen35" if shape.arch == "qwen35" else "qwen2")
     writer.add_token_list(tokens)

@@ -4,7 +4,6 @@ import argparse
 import contextlib
 import sys
 from collections.abc import Iterator, Sequence
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,7 @@ from laguna_gguf.errors import ConfigError
 from laguna_gguf.pflash.candidates import merge
 from laguna_gguf.pflash.compress import PFlash
 from laguna_gguf.pflash.compressed import Compressed
-
-DEMO_FILES = ("demo-scorer.gguf", "demo-scorer-head.gguf", "demo-scorer-probe.gguf")
-"""Drafter, scoring head and segment probe that come with the package, in its data folder."""
+from laguna_gguf.pflash.demo import demo_scorer
 
 _FIELDS = ("text", "spans", "budget", "retained_tokens", "stop_reason", "retained_mass", "timings")
 _LONG = 2048  # tokens from which a progress bar is worth its line
@@ -109,11 +106,9 @@ def _read_text(file: str) -> str:
 def _open(args: argparse.Namespace) -> PFlash:
     drafter, head, probe = args.prefill_drafter, args.scoring_head, args.segment_probe
     if drafter is None:
-        shipped = [files("laguna_gguf") / "data" / name for name in DEMO_FILES]
-        if not all(file.is_file() for file in shipped):
-            raise ConfigError("this package has no demo drafter; give --prefill-drafter, a Qwen3.5 GGUF")
+        demo = demo_scorer()
         note("using the demo drafter: constructed and briefly trained, it shows the way, not the quality of Qwen3.5")
-        drafter, head, probe = str(shipped[0]), head or str(shipped[1]), probe or str(shipped[2])
+        drafter, head, probe = demo.drafter, head or demo.scoring_head, probe or demo.segment_probe
     return PFlash(
         drafter,
         scoring_head=head,

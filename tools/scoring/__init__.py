@@ -1,0 +1,1 @@
+"""Training of scoring heads and segment probes on a frozen drafter."""
