@@ -93,3 +93,13 @@ def test_without_a_demo_drafter(
     monkeypatch.setattr("laguna_gguf.pflash.demo.files", lambda _: tmp_path)
     assert main(["compress", *base[5:]]) == 1
     assert "no demo drafter; give a Qwen3.5 GGUF" in capsys.readouterr().err
+
+
+def test_a_curve_in_place_of_a_ratio(base: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*base[:-2], "--prefill-curve", "10:0.9 100000:0.9", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["timings"]["keep_ratio"] == pytest.approx(0.9)
+    for wrong in (["--prefill-curve", "10"], ["--prefill-curve", "10:0.5", "--prefill-keep-ratio", "0.1"], []):
+        with pytest.raises(SystemExit) as caught:
+            main([*base[:-2], *wrong])
+        assert caught.value.code == 2
+        assert "prefill-curve" in capsys.readouterr().err

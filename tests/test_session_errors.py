@@ -97,6 +97,7 @@ def test_draft_max_follows_the_block_size(tiny_target: Path, tmp_path: Path) -> 
         {"draft_vocab": 3},
         {"pflash": "f.gguf"},
         {"prefill_compression": "auto"},
+        {"prefill_compression": "maybe"},
         {"embedding": True},
         {"vocab_only": True},
         {"draft_model": LlamaPromptLookupDecoding()},

@@ -15,6 +15,7 @@ from rich.text import Text
 from laguna_gguf.commands import arguments
 from laguna_gguf.commands.output import console, note, print_json
 from laguna_gguf.errors import ConfigError
+from laguna_gguf.pflash.arguments import add_curve, add_drafter, keep_ratio
 from laguna_gguf.pflash.candidates import merge
 from laguna_gguf.pflash.compress import PFlash
 from laguna_gguf.pflash.compressed import Compressed
@@ -36,24 +37,21 @@ def add_parser(subparsers: Any) -> None:
         allow_abbrev=False,
     )
     group = parser.add_argument_group("drafter")
-    group.add_argument(
-        "--prefill-drafter", metavar="F", help="Qwen3.5 or Qwen3-0.6B GGUF; default: the demo drafter of the package"
-    )
-    group.add_argument("--scoring-head", metavar="F", help="GGUF that replaces the drafter's own scoring rows")
-    group.add_argument("--segment-probe", metavar="F", help="GGUF that finds where units of text begin")
+    add_drafter(group, "Qwen3.5 or Qwen3-0.6B GGUF; default: the demo drafter of the package")
     group.add_argument("-ngl", "--gpu-layers", dest="n_gpu_layers", type=int, default=0, metavar="N", help="default 0")
     group.add_argument("-t", "--threads", type=arguments.positive, metavar="N", help="default: all cores")
     group.add_argument("-ub", "--ubatch-size", type=arguments.positive, default=512, metavar="N", help="default 512")
     group.add_argument("-fa", "--flash-attn", choices=("on", "off"), default="off", help="less memory on long inputs")
     group = parser.add_argument_group("text")
     group.add_argument("-f", "--file", default="-", metavar="FILE", help="the text; default -, standard input")
-    group.add_argument(
+    ratio = group.add_mutually_exclusive_group(required=True)
+    ratio.add_argument(
         "--prefill-keep-ratio",
-        type=arguments.fraction,
-        required=True,
+        type=keep_ratio,
         metavar="R",
         help="share of what may be dropped that is kept, 0 to 1",
     )
+    add_curve(ratio)
     group.add_argument("--query", metavar="TEXT", help="what is asked; its last occurrence in the text is always kept")
     group.add_argument(
         "--required",
@@ -82,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
         with _progress(pflash, len(ids)):
             result = pflash.compress(
                 text,
-                keep_ratio=args.prefill_keep_ratio,
+                keep_ratio=args.prefill_curve.ratio(len(ids)) if args.prefill_curve else args.prefill_keep_ratio,
                 query=query,
                 required=merge(required),
                 suffix_candidates=query is not None,  # a question may stand before what it asks about

@@ -13,6 +13,7 @@ from laguna_gguf.dflash.arguments import CACHE_TYPES
 from laguna_gguf.dflash.target import check_target_file
 from laguna_gguf.errors import ConfigError
 from laguna_gguf.memory_plan import plan_memory, trained_context
+from laguna_gguf.pflash.arguments import add_drafter, add_policy, policy_keywords
 
 _PACKAGES = ("starlette", "uvicorn", "prometheus_client")
 
@@ -37,6 +38,9 @@ def add_parser(subparsers: Any) -> None:
         help="keep all logits, for requests with logprobs; takes context x vocabulary x 4 bytes and slower prompts",
     )
     arguments.add_drafting(parser)
+    group = parser.add_argument_group("prompt compression (lossy)")
+    add_drafter(group, "Qwen3.5 or Qwen3-0.6B GGUF that shortens long prompts")
+    add_policy(group, "off")
     parser.add_argument_group("output").add_argument(
         "-v", "--verbose", action="store_true", help="requests, llama.cpp's log and tracebacks on stderr"
     )
@@ -74,6 +78,8 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         parser.error("-md is needed; with --no-draft the drafter is loaded and not used")
     if args.parallel != 1:
         parser.error("--parallel: a session has one sequence; requests wait in order")
+    if (args.prefill_compression != "off") != (args.prefill_drafter is not None):
+        parser.error("--prefill-compression auto or always and --prefill-drafter need each other")
     arguments.check(parser, args)
 
 
@@ -121,6 +127,7 @@ def run(args: argparse.Namespace) -> int:
     print_plan(plan_memory(args.model, args.draft_model, **shared))
 
     def load() -> ServedSession:
+        policy = {f"prefill_{name}": value for name, value in policy_keywords(args).items()}
         session = ServedSession(
             args.model,
             args.draft_model,
@@ -132,6 +139,8 @@ def run(args: argparse.Namespace) -> int:
             n_threads_batch=args.threads_batch or args.threads,
             logits_all=args.logits_all,
             verbose=args.verbose,
+            pflash=_open_pflash(args),
+            **policy,
             **shared,
         )
         if args.spec_synth_len is not None:
@@ -143,6 +152,25 @@ def run(args: argparse.Namespace) -> int:
         note(f"listening on {address(listener)}" + ("" if settings.api_keys else ", without an API key"))
         Server(load, settings, access_log=args.verbose).serve_forever(listener)
     return 0
+
+
+def _open_pflash(args: argparse.Namespace) -> Any:
+    if args.prefill_drafter is None:
+        return None
+    from laguna_gguf.pflash.compress import PFlash
+
+    return PFlash(
+        args.prefill_drafter,
+        scoring_head=args.scoring_head,
+        segment_probe=args.segment_probe,
+        target=args.model,
+        n_gpu_layers=args.n_gpu_layers,
+        n_threads=args.threads,
+        n_threads_batch=args.threads_batch or args.threads,
+        n_ubatch=args.ubatch_size,
+        flash_attn=args.flash_attn == "on",
+        verbose=args.verbose,
+    )
 
 
 def _keys(args: argparse.Namespace) -> tuple[str, ...]:

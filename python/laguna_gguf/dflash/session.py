@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import inspect
 import math
 import os
 import threading
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
 
@@ -31,6 +33,7 @@ from laguna_gguf.dflash.draft_vocab import DraftVocab, draft_vocabulary, output_
 from laguna_gguf.dflash.drafter import WINDOWS, Drafter
 from laguna_gguf.dflash.evaluation import Evaluation
 from laguna_gguf.dflash.health import AcceptanceWatch
+from laguna_gguf.dflash.prefill import Compression, ShortPrompt, make_compressor, shorten
 from laguna_gguf.dflash.rounds import run_rounds
 from laguna_gguf.dflash.sampling import Callbacks, JoinedProcessors, SafeSampler, check_grammar, check_logit_bias
 from laguna_gguf.dflash.stats import Counters, SpecStats
@@ -68,8 +71,11 @@ class SpecSession(llama_cpp.Llama):
         window: str = "per_query",
         draft_vocab: DraftVocab | None = None,
         spec_synth_len: float | None = None,
-        pflash: None = None,
+        pflash: Compression | None = None,
         prefill_compression: str = "off",
+        prefill_threshold: int = 32000,
+        prefill_keep_ratio: float = 0.05,
+        prefill_curve: Any = None,
         **llama_kwargs: Any,
     ) -> None:
         """Load target and drafter.
@@ -80,17 +86,13 @@ class SpecSession(llama_cpp.Llama):
         acceptance is to bring (`laguna_gguf.dflash.synthetic`), 1..draft_max + 1; the text is then not the target's.
         draft_vocab: token ids that may be drafted, or (n, text) for the n most frequent of a text: the output head is a
         large part of the drafter's cost, and rare tokens may not be worth it.
-        pflash and prefill_compression are reserved.
+        pflash: a `PFlash`, which shortens prompts given as text, and those that a chat handler renders, before they are
+        evaluated: never (prefill_compression "off"), when at least prefill_threshold target tokens could be dropped
+        ("auto"), or "always". prefill_keep_ratio of these is kept, or as much as prefill_curve ("TOKENS:RATIO ...")
+        says for the prompt's length. Lossy; see `last_compression`.
         Raises CheckpointError, ConfigError, TargetMismatchError (all ValueError too) before anything large is loaded
         where that is possible.
         """
-        reserved = {
-            "pflash": pflash,
-            "prefill_compression": None if prefill_compression == "off" else prefill_compression,
-        }
-        for name, value in reserved.items():
-            if value is not None:
-                raise ConfigError(f"{name}={value!r} is not available in this release; leave it at its default")
         check_keywords_known(llama_kwargs, inspect.signature(SpecSession).parameters)
         check_keywords_allowed(llama_kwargs)
         check_llama_keywords(llama_kwargs)
@@ -98,6 +100,22 @@ class SpecSession(llama_cpp.Llama):
             raise ConfigError(f"window is {window!r}; needed one of {', '.join(WINDOWS)}")
         model_path = path_argument("model_path", model_path)
         check_target_file(model_path)
+        self._compressor = make_compressor(
+            pflash,
+            compression=prefill_compression,
+            threshold=prefill_threshold,
+            keep_ratio=prefill_keep_ratio,
+            curve=prefill_curve,
+            model_path=model_path,
+        )
+        self.last_compression: ShortPrompt | None = None
+        """What became of the prompt of the last completion (with PFlash a `Compressed`); None where it was not looked
+        at."""
+        self.prefill_options: dict[str, Any] = {}
+        """What the compressor is told about the next prompts besides the policy. With PFlash: session (the name under
+        which they are scored and their keep ratio adapts; conversations that alternate are read faster under names of
+        their own), pflash_query, pflash_required."""
+        self._is_rendered = False  # whether prompts are being made by a chat handler
         checkpoint = read_checkpoint(path_argument("draft_model_path", draft_model_path))
         config = checkpoint.config
         self._window = window
@@ -452,7 +470,24 @@ class SpecSession(llama_cpp.Llama):
             return
         self._evaluate(prompt, keep=shared)
 
+    @contextmanager
+    def rendering_chat(self) -> Iterator[None]:
+        """Token prompts that are given inside are rendered chats, which a compressor may shorten."""
+        before, self._is_rendered = self._is_rendered, True
+        try:
+            yield
+        finally:
+            self._is_rendered = before
+
+    @functools.wraps(llama_cpp.Llama.create_chat_completion)
+    def create_chat_completion(self, *args: Any, **kwargs: Any) -> Any:
+        with self.rendering_chat():
+            return super().create_chat_completion(*args, **kwargs)
+
     def _create_completion(self, *args: Any, **kwargs: Any) -> Any:
+        return self._complete(self._is_rendered, *args, **kwargs)  # a generator: it may run when the handler is done
+
+    def _complete(self, is_rendered: bool, *args: Any, **kwargs: Any) -> Any:
         self._check_open()
         bound = inspect.signature(super()._create_completion).bind(*args, **kwargs)
         given = bound.arguments
@@ -463,6 +498,13 @@ class SpecSession(llama_cpp.Llama):
             if given.get("logits_processor") is not None:
                 given["logits_processor"] = JoinedProcessors(given["logits_processor"])
         limit = given.get("max_tokens", 16)
+        self.last_compression = None
+        if self._compressor is not None and self._may_shorten(given, is_rendered):
+            given["prompt"], self.last_compression = shorten(
+                self, self._compressor, given["prompt"], options=self.prefill_options, max_tokens=limit
+            )
+        drafted, accepted = self._draft_counts()
+        succeeded = True
         self.next_max_tokens = math.ceil(limit) if limit is not None and 0 < limit < self._limit else 0
         try:
             yield from super()._create_completion(*bound.args, **bound.kwargs)
@@ -470,8 +512,26 @@ class SpecSession(llama_cpp.Llama):
             if self.next_max_tokens is None or isinstance(error, LagunaError):  # generation had begun
                 raise
             raise ConfigError(str(error)) from error
+        except Exception:
+            succeeded = False
+            raise
         finally:
             self.next_max_tokens = None
+            if succeeded and self._compressor is not None and self.last_compression is not None:
+                self._report_acceptance(drafted, accepted)
+
+    def _may_shorten(self, given: Mapping[str, Any], is_rendered: bool) -> bool:
+        """Text, and tokens that a chat handler made; not an infill, whose prompt is half of one."""
+        return (isinstance(given["prompt"], str) or is_rendered) and given.get("suffix") is None and given["prompt"]
+
+    def _draft_counts(self) -> tuple[int, int]:
+        """Drafted and accepted tokens so far."""
+        return self.counters.drafted_tokens, sum(self.counters.accepted_by_depth)
+
+    def _report_acceptance(self, drafted_before: int, accepted_before: int) -> None:
+        drafted, accepted = self._draft_counts()
+        if self._compressor is not None and self.synthetic is None and drafted > drafted_before:
+            self._compressor.accepted((accepted - accepted_before) / (drafted - drafted_before))
 
     # -- steps of a round (see rounds.py) ---------------------------------------------------------------------------
 

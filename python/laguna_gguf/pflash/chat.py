@@ -15,9 +15,10 @@ from laguna_gguf.errors import ConfigError
 from laguna_gguf.pflash.budget import check_keep_ratio
 from laguna_gguf.pflash.candidates import lifts, merge
 from laguna_gguf.pflash.chat_budget import ChatBudget, chat_budget
-from laguna_gguf.pflash.compressed import Compressed, timings
+from laguna_gguf.pflash.compressed import BELOW_THRESHOLD, COMPRESSION_OFF, Compressed, timings
 from laguna_gguf.pflash.conversation import Fresh, Segment, ViewStore
 from laguna_gguf.pflash.keeping import CountKept, Kept, Prompt, chunk_size, keep
+from laguna_gguf.pflash.prefill import COMPRESSION, DEFAULT_THRESHOLD
 from laguna_gguf.pflash.query import EXPLICIT, QueryPlan, plan
 from laguna_gguf.pflash.scorer import Progress, Scores, Window
 from laguna_gguf.pflash.scorers import Reading, Scorers
@@ -27,14 +28,7 @@ from laguna_gguf.pflash.settings import SelectionSettings
 from laguna_gguf.pflash.target_tokens import CountTokens
 from laguna_gguf.pflash.trace import TraceWriter, make_trace
 
-OFF, AUTO, ALWAYS = "off", "auto", "always"
-COMPRESSION = (OFF, AUTO, ALWAYS)
-
-BELOW_THRESHOLD = "below_threshold"
-COMPRESSION_OFF = "compression_off"
-
-DEFAULT_THRESHOLD = 32000
-"""Droppable target tokens from which the automatic mode compresses."""
+OFF, AUTO, ALWAYS = COMPRESSION
 
 
 @dataclass(frozen=True)

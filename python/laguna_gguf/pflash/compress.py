@@ -15,10 +15,11 @@ from numpy.typing import NDArray
 from laguna_gguf.errors import ConfigError, QueryError, SelectionError
 from laguna_gguf.pflash.budget import check_keep_ratio
 from laguna_gguf.pflash.candidates import check_required
-from laguna_gguf.pflash.chat import ALWAYS, DEFAULT_THRESHOLD, ChatRequest, Chats
+from laguna_gguf.pflash.chat import ALWAYS, ChatRequest, Chats
 from laguna_gguf.pflash.compressed import Compressed, timings
 from laguna_gguf.pflash.keeping import Kept, Prompt, keep, keep_chunks
 from laguna_gguf.pflash.llama import utf8
+from laguna_gguf.pflash.prefill import DEFAULT_KEEP_RATIO, DEFAULT_THRESHOLD, Prefill, PrefillPolicy
 from laguna_gguf.pflash.query import CONTENT_TAIL, EXPLICIT
 from laguna_gguf.pflash.scorer import Progress, Scores, Window, check_request
 from laguna_gguf.pflash.scorers import Reading, Scorers
@@ -118,6 +119,10 @@ class PFlash:
         if len(ids) == 0:
             return ""
         return self._text(self._model.check_ids(ids))
+
+    def count_tokens(self, text: str) -> int:
+        """Tokens of a text: of the target where one is given, else of the drafter."""
+        return len(self.tokenize(text)) if self._count is None else self._count(text)
 
     def find(self, ids: Any, text: str) -> Span:
         """Tokens (begin, end) that hold the last occurrence of a text, for `query` and `required`.
@@ -238,6 +243,24 @@ class PFlash:
             max_tokens,
         )
         return self._chats.compress(request, self._count, self._family, self.on_progress)
+
+    def prefill(
+        self,
+        *,
+        compression: str = "off",
+        threshold: int = DEFAULT_THRESHOLD,
+        keep_ratio: float = DEFAULT_KEEP_RATIO,
+        curve: Any = None,
+        target: Any = None,
+    ) -> Prefill:
+        """This PFlash under a policy, as sessions and servers use it.
+
+        `target` is taken where PFlash has none yet; curve: see `Curve.parse`. ConfigError names the option.
+        """
+        policy = PrefillPolicy.checked(compression, threshold, keep_ratio, curve)
+        if self._count is None and target is not None:
+            self.bind_target(target)
+        return Prefill(self, policy)
 
     def _read(
         self,

@@ -12,6 +12,9 @@ from numpy.typing import NDArray
 
 from laguna_gguf.pflash.segmentation import Span
 
+BELOW_THRESHOLD = "below_threshold"
+COMPRESSION_OFF = "compression_off"
+
 
 @dataclass(frozen=True)
 class Compressed:
@@ -45,6 +48,11 @@ class Compressed:
     """Of a chat that was compressed: target tokens that this prompt's own selection may take."""
     inserted: Sequence[tuple[int, str]] = ()
     """Of a chat: recalled excerpts in `text` as (byte of the prompt before which they stand, text)."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether a chat came back as it was, unread."""
+        return self.stop_reason in (BELOW_THRESHOLD, COMPRESSION_OFF)
 
     def part(self, prompt: str | bytes, begin: int, end: int) -> str | None:
         """What `text` holds of bytes [begin, end) of the prompt, such as those of one message, excerpts that were

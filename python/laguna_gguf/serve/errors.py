@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from laguna_gguf.errors import ConfigError, RequestError
+from laguna_gguf.errors import BudgetError, ConfigError, QueryError, RequestError, SelectionError
 from laguna_gguf.http.errors import of_status
 
 _TOO_LONG = re.compile(r"(\d+)\)? (?:tokens )?exceed (?:the )?context window of (\d+)")
@@ -25,7 +25,7 @@ def of_exception(error: Exception) -> RequestError:
             n_prompt_tokens=n_prompt,
             n_ctx=n_ctx,
         )
-    if isinstance(error, ConfigError):
+    if isinstance(error, ConfigError | QueryError | SelectionError | BudgetError):
         return RequestError(str(error))
     # Other messages may hold paths and addresses of this machine; the log has them.
     return of_status(500, f"{type(error).__name__} while generating; the server's log says more")

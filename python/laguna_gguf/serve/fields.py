@@ -55,6 +55,13 @@ def text(name: str, value: Any) -> str:
     return value
 
 
+def texts(name: str, value: Any) -> list[str]:
+    values = [value] if isinstance(value, str) else value
+    if not isinstance(values, list) or not all(isinstance(one, str) for one in values):
+        raise refuse(name, value, "a string or an array of strings")
+    return values
+
+
 def mapping(name: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise refuse(name, value, "an object")
@@ -126,8 +133,26 @@ SAMPLING: dict[str, Field] = {
 }
 """Fields that become keywords of create_completion, of both routes."""
 
+PREFILL: dict[str, Field] = {
+    "session_id": Field("session", text),
+    "pflash_query": Field("pflash_query", text),
+    "pflash_required": Field("pflash_required", texts),
+}
+"""Fields for the compression of prompts, of both routes; without effect where nothing is compressed."""
+
 HANDLED = frozenset(
-    {"model", "stream", "stream_options", "timings_per_token", "response_format", "json_schema", "grammar"}
+    {
+        "model",
+        "stream",
+        "stream_options",
+        "timings_per_token",
+        "response_format",
+        "json_schema",
+        "grammar",
+        "session_id",
+        "pflash_query",
+        "pflash_required",
+    }
 )
 """Further fields of both routes; `requests` looks at them."""
 

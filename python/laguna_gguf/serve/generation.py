@@ -28,6 +28,7 @@ def run(session: ServedSession, request: GenerationRequest, meter: Meter, limits
     Raises RequestError for what only the model can refuse, Cancelled, and errors of the session.
     """
     keywords = _keywords(session, request, limits)
+    session.prefill_options = request.prefill_options
     try:
         if not request.stream:
             emit(_complete(session, request, meter, _call(session, request, keywords)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from time import perf_counter
 from typing import Any
 
@@ -30,6 +30,8 @@ class Meter:
         """Whether the last token ends the generation."""
         self.cut = False
         """Whether the generation was ended because it had all the tokens it may have."""
+        self.compression: Mapping[str, Any] | None = None
+        """`usage.timings.pflash` of a prompt that was, or might have been, compressed."""
         self._n_cached: int | None = None
 
     @property
@@ -86,12 +88,13 @@ class Meter:
 
     def usage(self) -> dict[str, Any]:
         """OpenAI's `usage`."""
-        return {
+        usage = {
             "prompt_tokens": self.n_prompt,
             "completion_tokens": self.n_completion,
             "total_tokens": self.n_prompt + self.n_completion,
             "prompt_tokens_details": {"cached_tokens": self.n_cached},
         }
+        return usage if self.compression is None else usage | {"timings": {"pflash": dict(self.compression)}}
 
     def timings(self) -> dict[str, float]:
         """llama-server's `timings`; rates are 0 where no time was measured."""

@@ -45,6 +45,8 @@ class GenerationRequest:
     """Whether the prompt is to stand before the text."""
     top_logprobs: int | None = None
     suffix: str | None = None
+    prefill_options: dict[str, Any] = field(default_factory=dict)
+    """What a compressor of prompts is told."""
 
 
 def completion_request(body: Mapping[str, Any], settings: Settings) -> GenerationRequest:
@@ -74,6 +76,7 @@ def completion_request(body: Mapping[str, Any], settings: Settings) -> Generatio
         suffix=suffix or None,
         top_logprobs=keywords.get("logprobs"),
         constraint=_constraint(body),
+        prefill_options=_prefill(body),
         **_stream(body),
     )
 
@@ -104,6 +107,7 @@ def chat_request(body: Mapping[str, Any], settings: Settings) -> GenerationReque
         template_keywords=fields.mapping("chat_template_kwargs", body.get("chat_template_kwargs") or {}),
         constraint=constraint,
         top_logprobs=top_logprobs,
+        prefill_options=_prefill(body),
         **_stream(body),
     )
 
@@ -134,6 +138,11 @@ def _stream(body: Mapping[str, Any]) -> dict[str, Any]:
             raise RequestError("stream_options.include_obfuscation is not supported")
         usage = _flag(options, "include_usage")
     return {"stream": stream, "include_usage": usage, "timings_per_token": _flag(body, "timings_per_token")}
+
+
+def _prefill(body: Mapping[str, Any]) -> dict[str, Any]:
+    given = {name: rule for name, rule in fields.PREFILL.items() if body.get(name) is not None}
+    return {rule.keyword: rule.check(name, body[name]) for name, rule in given.items()}
 
 
 def _prompt(value: Any) -> str | list[int]:

@@ -55,13 +55,20 @@ class ServedSession(SpecSession):
     meter: Meter | None = None
     deltas: Deltas | None = None
 
+    def __init__(self, *args: Any, pflash: Any = None, **kwargs: Any) -> None:
+        super().__init__(*args, pflash=pflash, **kwargs)
+        if pflash is not None:
+            pflash.on_progress = self._check_meter
+
+    def _check_meter(self, *_: int) -> None:
+        """A client may leave while its prompt is compressed, too."""
+        if self.meter is not None:
+            self.meter.check()
+
     def new_meter(self, cancelled: Callable[[], bool]) -> Meter:
         """Measure the next call; it ends with `Cancelled` soon after `cancelled()` is true."""
         self.meter = Meter(cancelled, self._draft_counts, synthetic=self.synthetic is not None)
         return self.meter
-
-    def _draft_counts(self) -> tuple[int, int]:
-        return self.counters.drafted_tokens, sum(self.counters.accepted_by_depth)
 
     def on_evaluated(self, n_tokens: int) -> None:
         if self.meter is not None and not self.meter.n_predicted:
@@ -73,6 +80,7 @@ class ServedSession(SpecSession):
             yield from super().generate(tokens, *args, **kwargs)
             return
         meter.begin(len(tokens))
+        meter.compression = None if self.last_compression is None else self.last_compression.timings
         wanted = self.next_max_tokens
         room = self.n_ctx() - len(tokens)
         most = min(room, wanted + SPARE_TOKENS) if wanted else room
@@ -120,7 +128,8 @@ class ServedSession(SpecSession):
                 raise RequestError(f"chat_template_kwargs: the template has no variable {name[:80]!r}; it has: {known}")
         name = self.chat_format or ""
         handler = self._chat_handlers.get(name) or get_chat_completion_handler(name)
-        return handler(llama=self, **template_keywords, **keywords)
+        with self.rendering_chat():
+            return handler(llama=self, **template_keywords, **keywords)
 
     @cached_property
     def _template(self) -> str:
