@@ -98,7 +98,7 @@ class PFlash:
 
     def use_settings(self, settings: SelectionSettings) -> None:
         """Select with these from now on. Scorers, sessions, views and the trace's file stay as they were opened."""
-        self.settings = self._chats.settings = settings
+        self.settings = settings
 
     def close(self) -> None:
         """Free the drafter. Further calls raise DecodeError."""
