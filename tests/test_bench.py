@@ -223,6 +223,9 @@ def test_prompts_of_a_file(vocabulary: Any, tmp_path: Path) -> None:
         (tmp_path / "p.json").write_text(json.dumps(wrong), "utf-8")
         with pytest.raises(ConfigError, match=r"p\.json"):
             load_prompts(vocabulary, tmp_path / "p.json")
+    (tmp_path / "binary").write_bytes(b"\x00\xff")
+    with pytest.raises(ConfigError, match=r"binary is not UTF-8 \(byte 1\)"):
+        load_prompts(vocabulary, tmp_path / "binary")
     with pytest.raises(ConfigError, match="poetry"):
         load_prompts(vocabulary, None, ["poetry"])
 

@@ -1,9 +1,11 @@
 """What would end the process in llama.cpp is an error here: closed targets, wild settings, interrupts, threads."""
 
 import copy
+import gc
 import os
 import pickle
 import threading
+import weakref
 from pathlib import Path
 
 import gguf
@@ -153,3 +155,44 @@ def test_draft_arguments_are_integers(tiny_target: Path, tiny_drafter: Path, arg
     drafter = load_drafter(tiny_drafter, target=tiny_target, n_threads=1)
     with pytest.raises(ConfigError, match="integer"):
         drafter.draft(*arguments)
+
+
+def test_close_and_save_state_wait_for_another_thread(tiny_target: Path, tiny_drafter: Path) -> None:
+    session = spec_session(tiny_target, tiny_drafter)
+    begun, go_on = threading.Event(), threading.Event()
+    tokens: list[int] = []
+
+    def generate() -> None:
+        for token in session.generate(text_ids(20), **GREEDY):
+            tokens.append(token)
+            begun.set()
+            assert go_on.wait(30)
+            if len(tokens) == 30:
+                break
+
+    thread = threading.Thread(target=generate)
+    thread.start()
+    assert begun.wait(30)
+    for call in (session.close, session.save_state):
+        with pytest.raises(SessionBusyError, match="another thread"):
+            call()
+    go_on.set()
+    thread.join()
+    assert len(tokens) == 30 and session.save_state().n_tokens > 20
+    session.close()
+    session.close()
+    with pytest.raises(DecodeError, match="closed"):
+        session.save_state()
+
+
+def test_a_dropped_session_frees_itself_with_its_generator(tiny_target: Path, tiny_drafter: Path) -> None:
+    session = spec_session(tiny_target, tiny_drafter)
+    stream = session.generate(text_ids(20), **GREEDY)
+    thread = threading.Thread(target=next, args=(stream,))
+    thread.start()
+    thread.join()
+    gone = weakref.ref(session)
+    session.cycle = [session, stream]  # type: ignore[attr-defined]
+    del session, stream
+    gc.collect()
+    assert gone() is None

@@ -59,7 +59,12 @@ def filler(prompts: Prompts, n_tokens: int) -> list[int]:
 
 
 def _parse(path: Path) -> dict[str, list[dict[str, Any]]]:
-    content = path.read_text("utf-8")
+    try:
+        content = path.read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{path.name} is not UTF-8 (byte {error.start}); needed a prompt set or one prompt"
+        ) from error
     try:
         entries = json.loads(content)
     except ValueError:

@@ -140,7 +140,7 @@ def _title(head: dict[str, Any]) -> list[str]:
         f"drafter: {drafter}, {head['drafter_layers']} layers, block {head['drafter_block_size']}"
         if drafter
         else "drafter: none",
-        f"devices: {devices}; threads {head['n_threads']}, gpu layers {head['n_gpu_layers']}",
+        f"devices: {devices}; threads {head['n_threads']}/{head['n_threads_batch']}, gpu layers {head['n_gpu_layers']}",
         f"context {head['n_ctx']}, batch {head['n_batch']}/{head['n_ubatch']}, "
         f"cache {head['type_k']}/{head['type_v']}, "
         f"flash attention {'on' if head['flash_attn'] else 'off'}, temperature {head['temperature']:g}, "

@@ -79,7 +79,13 @@ def add_runtime(parser: argparse.ArgumentParser) -> None:
         help="layers to put on GPUs, a number or 'all' (the default; without a GPU it means nothing)",
     )
     group.add_argument("-t", "--threads", type=positive, metavar="N", help="threads; default half the cores")
-    group.add_argument("-tb", "--threads-batch", type=positive, metavar="N", help="threads for prompts; default: as -t")
+    group.add_argument(
+        "-tb",
+        "--threads-batch",
+        type=positive,
+        metavar="N",
+        help="threads for prompts and for verifying drafts; default: as -t, or without it all cores",
+    )
     group.add_argument("-b", "--batch-size", type=positive, default=2048, metavar="N", help="default 2048")
     group.add_argument("-ub", "--ubatch-size", type=positive, default=512, metavar="N", help="default 512")
     group.add_argument(

@@ -17,6 +17,7 @@ from laguna_gguf.dflash.session import SpecSession
 from laguna_gguf.dflash.stats import Counters, SpecStats
 from laguna_gguf.dflash.synthetic import SyntheticStats
 from laguna_gguf.dflash.target import check_target_file
+from laguna_gguf.llama_text import tokenizable
 from laguna_gguf.memory_plan import plan_memory, trained_context
 
 
@@ -90,10 +91,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _read_prompt(args: argparse.Namespace) -> bytes:
     if args.prompt is not None:
-        return args.prompt.encode("utf-8", "surrogateescape")
+        return tokenizable(args.prompt.encode("utf-8", "surrogateescape"))
     data = sys.stdin.buffer.read() if args.file == "-" else Path(args.file).read_bytes()
     # As llama.cpp does: editors end files with a newline that is seldom meant as part of the prompt.
-    return data.removesuffix(b"\n")
+    return tokenizable(data.removesuffix(b"\n"))
 
 
 def _open_session(args: argparse.Namespace, shared: dict[str, Any]) -> llama_cpp.Llama:

@@ -47,6 +47,7 @@ from laguna_gguf.errors import (
     SessionBusyError,
     UnsupportedError,
 )
+from laguna_gguf.llama_text import tokenizable
 from laguna_gguf.paths import path_argument
 
 
@@ -60,6 +61,8 @@ class SpecSession(llama_cpp.Llama):
     """
 
     _closed = False
+    _turn: object | None = None
+    _lock = threading.Lock()  # of sessions that were refused; the others have one each
 
     def __init__(
         self,
@@ -153,7 +156,7 @@ class SpecSession(llama_cpp.Llama):
         self._fit_arrays()
         self.next_max_tokens: int | None = None
         """max_tokens of a completion that is about to generate; 0 is no limit."""
-        self._turn: object | None = None  # identity of the generator in progress
+        self._turn = None  # identity of the generator in progress
         self._thread = threading.current_thread()  # the one that last called
         self._lock = threading.Lock()
         self.counters = Counters()
@@ -212,15 +215,24 @@ class SpecSession(llama_cpp.Llama):
         self.counters = Counters(nonfinite_before=self._capture.n_nonfinite)
 
     def close(self) -> None:
-        """Free context and model; the drafter object survives without a target."""
-        self._closed = True
-        self._turn = None  # a suspended generator must not touch the freed context
+        """Free context and model; the drafter object survives without a target.
+
+        Raises SessionBusyError while another thread generates: it may be inside llama.cpp at this moment.
+        """
+        with self._lock:
+            self._check_thread()
+            self._closed = True
+            self._turn = None  # a suspended generator must not touch the freed context
         drafter = getattr(self, "_drafter", None)
         if drafter is not None:
             drafter.unbind_target()
         if hasattr(self, "_stack"):  # absent when the constructor refused before loading
             super().close()
             self._model = self._ctx = self.tokenizer_ = Closed()
+
+    def __del__(self) -> None:
+        self._turn = None  # a generator that was collected with the session
+        self.close()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ConfigError("a SpecSession cannot be pickled or copied; make another one from the same files")
@@ -251,6 +263,12 @@ class SpecSession(llama_cpp.Llama):
         self._turn = None
         self._target.clear()
         self._drafter.reset()
+
+    def save_state(self) -> llama_cpp.LlamaState:
+        """As Llama.save_state."""
+        self._check_open()
+        self._check_thread()
+        return super().save_state()
 
     def load_state(self, state: llama_cpp.LlamaState) -> None:
         """Restore a state that a session or a Llama with this model and context size saved.
@@ -308,6 +326,18 @@ class SpecSession(llama_cpp.Llama):
         finally:
             self._turn = None
 
+    def tokenize(self, text: bytes, add_bos: bool = True, special: bool = False) -> list[int]:
+        """As Llama.tokenize; bytes that are no character count as U+FFFD, all of them (see `tokenizable`)."""
+        self._check_open()
+        if not isinstance(text, bytes):
+            raise ConfigError(f"text is {type(text).__name__}; needed UTF-8 bytes: text.encode()")
+        return super().tokenize(tokenizable(text), add_bos, special)
+
+    def detokenize(self, tokens: list[int], prev_tokens: list[int] | None = None, special: bool = False) -> bytes:
+        """As Llama.detokenize. Raises ConfigError for ids outside the vocabulary."""
+        self._check_open()
+        return super().detokenize(self._checked(tokens).tolist(), prev_tokens, special)
+
     def embed(self, *args: Any, **kwargs: Any) -> Any:
         """Not in a session: raises UnsupportedError, as does create_embedding."""
         raise UnsupportedError("a SpecSession does not embed; use a llama_cpp.Llama(..., embedding=True) beside it")
@@ -337,6 +367,7 @@ class SpecSession(llama_cpp.Llama):
     def _claim(self) -> object:
         """Make the calling thread's next work the one in progress; what was suspended before is over."""
         with self._lock:
+            self._check_open()  # again: another thread may have closed it meanwhile
             self._check_thread()
             self._turn = object()
             return self._turn

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from laguna_gguf import _native
 from laguna_gguf.errors import CheckpointError, ConfigError, DecodeError, OutOfMemoryError
+from laguna_gguf.llama_text import tokenizable
 from laguna_gguf.pflash.llama_options import LlamaOptions
 
 _PARTIAL = 1  # LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY: recurrent state without the attention cache
@@ -79,7 +80,7 @@ class LlamaModel:
     def tokenize(self, text: str | bytes) -> NDArray[np.int32]:
         """Token ids int32 [n]; control tokens are recognised, nothing is added. CheckpointError without a tokenizer."""
         self.check_vocabulary()
-        data = utf8(text) if isinstance(text, str) else bytes(text)
+        data = tokenizable(utf8(text) if isinstance(text, str) else bytes(text))
         if len(data) >= 2**31:
             raise ConfigError(f"the text has {len(data)} bytes; at most 2^31 - 1 can be tokenized")
         tokens = (llama_cpp.llama_token * (len(data) + 1))()

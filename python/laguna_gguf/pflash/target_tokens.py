@@ -11,6 +11,7 @@ from typing import Any
 import llama_cpp
 
 from laguna_gguf.errors import CheckpointError, ConfigError
+from laguna_gguf.llama_text import tokenizable
 from laguna_gguf.pflash.families import family_of_tokenizer
 from laguna_gguf.pflash.llama import llama_log, utf8
 
@@ -23,7 +24,7 @@ def token_counter(target: Any) -> CountTokens:
     CheckpointError for a file that cannot be read, ConfigError for anything else.
     """
     if isinstance(target, llama_cpp.Llama):
-        return lambda text: len(target.tokenize(utf8(text), add_bos=False, special=True))
+        return lambda text: len(target.tokenize(tokenizable(utf8(text)), add_bos=False, special=True))
     if isinstance(target, str | os.PathLike):
         return _Vocabulary(target).count
     if callable(target):
@@ -54,7 +55,7 @@ class _Vocabulary:
         self._vocab = llama_cpp.llama_model_get_vocab(model)
 
     def count(self, text: str) -> int:
-        data = utf8(text)
+        data = tokenizable(utf8(text))
         # without room for the tokens it answers with minus their number
         return -llama_cpp.llama_tokenize(self._vocab, data, len(data), (llama_cpp.llama_token * 1)(), 0, False, True)
 
