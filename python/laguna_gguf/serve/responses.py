@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import suppress
 from typing import Any
 
 import anyio
@@ -77,6 +78,8 @@ class GenerationResponse(Response):
         if self._job.request.stream:
             await self._send_events(send, first)
         else:
+            with suppress(RequestError):  # the server is ending; this answer is whole
+                await self._job.next()
             await json_response(first)(scope, receive, send)
 
     async def _send_events(self, send: Send, first: Any) -> None:

@@ -145,18 +145,23 @@ class Worker:
                         self.state = "ready"
                 try:
                     while (job := self._take()) is not None:
-                        self._run(session, job)
+                        end = self._run(session, job)
+                        self._rest()  # before the end is told: whoever has an answer finds it counted
+                        job.put(end)
                 finally:
                     self._metrics.watch(None)
         except BaseException as error:
             self.error, self.state = error, "failed"
             self.on_failure()
 
-    def _take(self) -> Job | None:
-        """The next job; None when the thread is to end."""
+    def _rest(self) -> None:
         with self._changed:
             self._running = None
             self._count()
+
+    def _take(self) -> Job | None:
+        """The next job; None when the thread is to end."""
+        with self._changed:
             self._changed.wait_for(lambda: self._jobs or self.state != "ready")
             if self.state != "ready":
                 return None
@@ -164,21 +169,22 @@ class Worker:
             self._count()
             return self._running
 
-    def _run(self, session: ServedSession, job: Job) -> None:
+    def _run(self, session: ServedSession, job: Job) -> Event:
+        """Work on a job; the event that ends it."""
         meter = session.new_meter(lambda: job.cancelled)
         try:
             run(session, job.request, meter, self._limits, job.put)
-            job.put(None)
         except Cancelled:
             logger.debug("a client left after %d tokens", meter.n_predicted)
         except Exception as error:
             refusal = of_exception(error)
             if refusal.status >= 500:
                 logger.error("a request failed", exc_info=error)
-            job.put(refusal)
+            return refusal
         finally:
             session.meter = session.deltas = None
             self._metrics.count_generation(meter)
+        return None
 
 
 def model_details(session: ServedSession) -> dict[str, Any]:
