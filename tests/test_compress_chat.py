@@ -266,6 +266,17 @@ def _even(ids: Any) -> Reading:
     return Reading(Scores(np.full(len(ids), 1 / len(ids)), None, None, 0, len(ids), 0.0), None, None)
 
 
+def test_many_long_turns_are_compressed(qwen35: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pins that follow from a chat are not limited in number, as those of a caller are."""
+    pflash = make(qwen35)
+    monkeypatch.setattr(pflash._scorers, "read", lambda ids, **_: _even(ids))
+    turns = [message for i in range(69) for message in (user(f"Turn {i}? " + ledger(10)), said(f"{i}. " + ledger(10)))]
+    result = pflash.compress_chat(render("qwen", [SYSTEM, *turns, user("Why?")]), keep_ratio=0.1)
+    assert len(result.trace["required_instruction_spans"]) > 130
+    assert result.retained_tokens < 0.5 * result.timings["drafter_input_tokens"]
+    assert result.text.count("<|im_start|>") == 2 * 69 + 3  # every role header
+
+
 @pytest.mark.parametrize("scorer", ["legacy", "split"])
 def test_other_scorers(qwen35: Path, scorer: str) -> None:
     with make(qwen35, {"select_scorer": scorer}) as pflash:

@@ -10,8 +10,6 @@ from laguna_gguf.errors import ConfigError
 from laguna_gguf.pflash.keep_ratio import Curve
 from laguna_gguf.pflash.prefill import COMPRESSION, DEFAULT_KEEP_RATIO, DEFAULT_THRESHOLD
 
-PERSISTENT, REQUEST_SCOPED, AUTO = "persistent", "request-scoped", "auto"
-
 
 def add_drafter(group: Any, drafter_help: str) -> None:
     """--prefill-drafter, --scoring-head, --segment-probe."""
@@ -49,17 +47,6 @@ def add_curve(group: Any) -> None:
     """--prefill-curve."""
     group.add_argument(
         "--prefill-curve", type=curve, metavar="'TOK:RATIO ...'", help="keep ratio by prompt length, linear between"
-    )
-
-
-def add_residency(group: Any) -> None:
-    """--draft-residency."""
-    group.add_argument(
-        "--draft-residency",
-        choices=(AUTO, PERSISTENT, REQUEST_SCOPED),
-        default=AUTO,
-        help="when the compressing drafter is in memory: always, or only while a prompt is compressed (then every "
-        "prompt is a new conversation); default auto, which is always",
     )
 
 
