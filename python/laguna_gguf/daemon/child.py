@@ -7,6 +7,7 @@ Ready or Error; then requests and replies. It ends when the front does, and hold
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import os
 import queue
@@ -164,7 +165,7 @@ def result_frame(request: Compress | CompressChat, compressed: Compressed) -> pr
         stop_reason=compressed.stop_reason,
         retained_mass=compressed.retained_mass,
         timings=compressed.timings,
-        trace=compressed.trace if request.trace else None,
+        trace=json.dumps(compressed.trace, separators=(",", ":")).encode("ascii") if request.trace else None,
         byte_spans=None if compressed.byte_spans is None else np.asarray(compressed.byte_spans, "<i4").tobytes(),
         inserted=list(compressed.inserted),
         ceiling=compressed.ceiling,

@@ -14,6 +14,7 @@ from laguna_gguf.daemon.loading import Load
 from laguna_gguf.daemon.logs import PROGRAM
 from laguna_gguf.daemon.model import AUTO, PERSISTENT, REQUEST_SCOPED
 from laguna_gguf.errors import ConfigError
+from laguna_gguf.pflash.settings import SelectionSettings
 
 DEMO_FILES = ("demo-scorer.gguf", "demo-scorer-head.gguf", "demo-scorer-probe.gguf")
 """Drafter, scoring head and segment probe in the package's data folder."""
@@ -138,6 +139,11 @@ def load_config(args: argparse.Namespace) -> Load:
         log_format=args.log_format,
         verbose=args.verbose,
     )
+
+
+def has_traces(args: argparse.Namespace) -> bool:
+    """Whether compressions are traced. ConfigError for settings that are wrong."""
+    return args.trace is not None or SelectionSettings.from_env(os.environ).trace_path is not None
 
 
 def read_token(file: str | None) -> str | None:

@@ -127,7 +127,8 @@ class Result(Frame):
     stop_reason: str
     retained_mass: float
     timings: dict[str, Any]
-    trace: dict[str, Any] | None = None
+    trace: bytes | None = None
+    """JSON, as a line of PFLASH_TRACE_PATH."""
     byte_spans: bytes | None = None
     """As spans, of a chat's bytes."""
     inserted: list[tuple[int, str]] = msgspec.field(default_factory=list)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from operator import index
 from typing import Any
@@ -93,7 +94,7 @@ def compressed(result: Result) -> Compressed:
         stop_reason=result.stop_reason,
         retained_mass=result.retained_mass,
         timings=result.timings,
-        trace=result.trace or {},
+        trace=json.loads(result.trace) if result.trace else {},
         byte_spans=None if result.byte_spans is None else _pairs(result.byte_spans),
         inserted=[(place, text) for place, text in result.inserted],
         ceiling=result.ceiling,

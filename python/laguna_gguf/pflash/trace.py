@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from laguna_gguf import _native
 from laguna_gguf.errors import ConfigError
 from laguna_gguf.pflash.candidates import merge
 from laguna_gguf.pflash.query import EXPLICIT, QueryPlan
@@ -172,6 +171,8 @@ def make_trace(
 
 def fingerprint(ids: ArrayLike) -> str:
     """FNV-1a-64 of token ids as little-endian int32: 16 hexadecimal digits."""
+    from laguna_gguf import _native  # what only reads traces needs no native half
+
     return f"{_native.fingerprint(np.ascontiguousarray(ids, dtype=np.int32)):016x}"
 
 
@@ -207,10 +208,11 @@ def read_traces(path: str | os.PathLike[str]) -> Iterator[Trace]:
     with Path(path).open("rb") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
-                yield _parsed(line, f"{path}, line {number}")
+                yield parse_trace(line, f"{path}, line {number}")
 
 
-def _parsed(line: bytes, where: str) -> Trace:
+def parse_trace(line: bytes, where: str) -> Trace:
+    """The trace of one line; `where` names it in the ConfigError for a line that is none."""
     try:
         values = json.loads(line)
         parser = {f.name: values["parser"][f.name] for f in fields(ParserRecord)}

@@ -70,12 +70,13 @@ class App:
             return
         path = scope["path"]
         if path in OWN or path.startswith("/pflash/"):
-            await self._own(scope)(scope, receive, send)
+            response = await self._own(scope)
+            await response(scope, receive, send)
             return
         is_ours = scope["method"] == "POST" and path in CHATS | TEXTS
         await self._watched(scope, receive, send, self._compressed if is_ours else self._passed)
 
-    def _own(self, scope: Any) -> Response:
+    async def _own(self, scope: Any) -> Response:
         path = scope["path"]
         if scope["method"] not in ("GET", "HEAD"):
             return error_response(errors.of_status(405, f"{scope['method']} is not for this path"))
@@ -85,7 +86,7 @@ class App:
             return error_response(errors.unavailable("Loading model"))
         if path == "/metrics":
             return Response(self._metrics.text(), media_type=CONTENT_TYPE_LATEST)
-        return status_page.respond(path, self._history, self._model)
+        return await asyncio.to_thread(status_page.respond, path, self._history, self._model)
 
     async def _watched(self, scope: Any, receive: Receive, send: Send, work: Any) -> None:
         """Run `work` until it is done or the client leaves, which ends the request to the upstream server too.

@@ -38,6 +38,7 @@ class Shortened:
     """Target tokens of the whole prompt."""
     served_tokens: int
     """And of what is sent."""
+    trace: bytes | None = None
 
 
 @dataclass
@@ -47,6 +48,8 @@ class Compressor:
     upstream: Upstream
     model: Model
     policy: Policy
+    traces: bool = False
+    """Whether to ask for traces, for the status page."""
     _n_ctx: int | None = field(default=None, init=False)
 
     async def chat(self, body: dict[str, Any], size: int, headers: Headers, client: Any) -> Shortened | None:
@@ -157,6 +160,7 @@ class _Job:
             threshold=self._policy.threshold,
             target_n_ctx=self._n_ctx,
             max_tokens=self._n_output,
+            trace=self._owner.traces,
         )
         return await self._owner.model.compress(request, self._client, count=self.count)
 
@@ -188,7 +192,8 @@ class _Job:
         timings["compress_ms"] = (time.perf_counter() - self._began) * 1e3  # all that the client waited for
         timings["compressed_tokens"] = served
         timings["prompt_tokens"] = n_prompt
-        return Shortened(json.dumps(body, ensure_ascii=False).encode(), timings, n_prompt, served)
+        data = json.dumps(body, ensure_ascii=False).encode()
+        return Shortened(data, timings, n_prompt, served, result.trace)
 
 
 def _is_short(policy: Policy, size: int) -> bool:

@@ -1,16 +1,18 @@
-"""The last compressions, for the status page. Numbers only: no text of any prompt."""
+"""The last compressions, for the status page: numbers, and where traces are written the traces too."""
 
 from __future__ import annotations
 
 import time
+import zlib
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from laguna_gguf.daemon.proxy.compression import Shortened
 
 LENGTH = 100
+TRACES = 16
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,8 @@ class Entry:
     prompt_tokens: int
     served_tokens: int
     timings: dict[str, Any]
-    trace: dict[str, Any] | None = field(default=None, repr=False)
+    trace: bytes | None = field(default=None, repr=False)
+    """A line of JSON, packed; of the last TRACES only, since they hold the prompts."""
 
 
 class History:
@@ -38,9 +41,17 @@ class History:
     def add(self, path: str, shortened: Shortened) -> None:
         self._number += 1
         entry = Entry(
-            self._number, time.time(), path, shortened.prompt_tokens, shortened.served_tokens, shortened.timings
+            self._number,
+            time.time(),
+            path,
+            shortened.prompt_tokens,
+            shortened.served_tokens,
+            shortened.timings,
+            zlib.compress(shortened.trace, 1) if shortened.trace else None,
         )
         self._entries.appendleft(entry)
+        if len(self._entries) > TRACES:
+            self._entries[TRACES] = replace(self._entries[TRACES], trace=None)
 
     def __iter__(self) -> Iterator[Entry]:
         return iter(list(self._entries))

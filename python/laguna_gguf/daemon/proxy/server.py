@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import uvicorn
 
 from laguna_gguf.daemon.model import Model
+from laguna_gguf.daemon.options import has_traces
 from laguna_gguf.daemon.proxy.app import CHATS, LIMITS, OWN, TEXTS, App
 from laguna_gguf.daemon.proxy.compression import Compressor
 from laguna_gguf.daemon.proxy.history import History
@@ -39,7 +40,7 @@ class ProxyServer:
         app = App(
             self._upstream,
             model,
-            Compressor(self._upstream, model, Policy.from_arguments(args)),
+            Compressor(self._upstream, model, Policy.from_arguments(args), has_traces(args)),
             metrics,
             History(),
             passthrough_on_error=args.on_error == "passthrough",

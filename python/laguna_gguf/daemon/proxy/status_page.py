@@ -1,9 +1,10 @@
-"""The page at /pflash: state, last compressions, and the trace of each. No scripts, nothing from elsewhere."""
+"""The page at /pflash: state, last compressions, and the trace of each. Nothing from elsewhere."""
 
 from __future__ import annotations
 
 import html
 import time
+import zlib
 
 from starlette.responses import HTMLResponse, Response
 
@@ -11,11 +12,17 @@ from laguna_gguf.daemon.model import Model
 from laguna_gguf.daemon.proxy.history import Entry, History
 from laguna_gguf.http import errors
 from laguna_gguf.http.responses import error_response, json_response
+from laguna_gguf.pflash.trace import parse_trace
+from laguna_gguf.pflash.trace_report import report
 
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'",
     "Cache-Control": "no-store",
     "X-Content-Type-Options": "nosniff",
+}
+
+TRACE_HEADERS = HEADERS | {
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 }
 
 _STYLE = """
@@ -38,13 +45,16 @@ dt { opacity: .7; font-size: .85rem } dd { margin: 0; font-size: 1.15rem; font-v
 
 
 def respond(path: str, history: History, model: Model) -> Response:
-    """The page, or with a number behind it one compression as JSON."""
+    """The page, or with a number behind it one compression: its trace's page, or its numbers as JSON."""
     rest = path.removeprefix("/pflash").strip("/")
     if not rest:
         return HTMLResponse(page(history, model), headers=HEADERS)
     entry = history.find(int(rest)) if rest.isascii() and rest.isdecimal() and len(rest) < 16 else None
     if entry is None:
         return error_response(errors.of_status(404, f"there is no {path[:200]} here"))
+    if entry.trace is not None:
+        trace = parse_trace(zlib.decompress(entry.trace), f"compression {entry.number}")
+        return HTMLResponse("".join(report([trace], f"Compression {entry.number}")), headers=TRACE_HEADERS)
     return json_response(
         {
             "number": entry.number,

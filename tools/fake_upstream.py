@@ -7,6 +7,7 @@ import socket
 import struct
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -16,14 +17,15 @@ HELPERS = ("/apply-template", "/tokenize", "/props")
 
 
 class FakeUpstream(ThreadingHTTPServer):
-    """Counts a token a byte, renders as ChatML. `X-Scenario`: slow, dying, dying-stream, stream, usage-stream."""
+    """Counts a token a byte, renders as ChatML. `X-Scenario`: plain, echo (of the last text), slow, dying,
+    dying-stream, stream, endless-stream, usage-stream."""
 
     daemon_threads = True
     request_queue_size = 128
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.received: list[tuple[str, str, dict[str, str], bytes]] = []
+        self.received: deque[tuple[str, str, dict[str, str], bytes]] = deque(maxlen=200)
         self.gone = threading.Event()
         """Set when a client left during the slow scenario."""
         self.go_on = threading.Event()
@@ -53,6 +55,7 @@ def fake_upstream() -> Iterator[FakeUpstream]:
 
 
 def render(messages: list[dict[str, Any]]) -> str:
+    """As ChatML."""
     turns = [f"<|im_start|>{m['role']}\n{m.get('content') or json.dumps(m)}<|im_end|>\n" for m in messages]
     return "".join(turns) + "<|im_start|>assistant\n"
 
@@ -82,12 +85,19 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(body)
 
     def _answer(self, body: bytes) -> None:
-        self.server.received.append((self.command, self.path, {k.lower(): v for k, v in self.headers.items()}, body))
+        self.body = body
+        headers = {k.lower(): v for k, v in self.headers.items()}
+        self.server.received.append((self.command, self.path, headers, body))
         path = self.path.partition("?")[0]
-        if path == "/apply-template":
-            self._json({"prompt": render(json.loads(body)["messages"])})
-        elif path == "/tokenize":
-            self._json({"tokens": [0] * len(json.loads(body)["content"].encode())})
+        if path in ("/apply-template", "/tokenize"):
+            try:
+                value = json.loads(body)
+                if path == "/tokenize":
+                    self._json({"tokens": [0] * len(value["content"].encode("utf-8", "surrogatepass"))})
+                else:
+                    self._json({"prompt": render(value["messages"])})
+            except (ValueError, TypeError, KeyError, AttributeError):
+                self._json({"error": {"code": 400, "message": "bad body", "type": "invalid_request_error"}}, 400)
         elif path == "/props":
             self._json({"default_generation_settings": {"n_ctx": 100_000}})
         elif path == "/missing":
@@ -106,6 +116,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _plain(self) -> None:
         self._json({"id": "1", "choices": [], "usage": {"prompt_tokens": 1}, "odd": "spacing"})
+
+    def _echo(self) -> None:
+        body = json.loads(self.body)
+        text = body["messages"][-1]["content"] if "messages" in body else body["prompt"]
+        self._json({"echo": text[-64:], "usage": {"prompt_tokens": len(text)}})
 
     def _slow(self) -> None:
         self.connection.settimeout(20)
