@@ -62,6 +62,7 @@ def render(messages: list[dict[str, Any]]) -> str:
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
     server: FakeUpstream
 
     def log_message(self, *_: Any) -> None:

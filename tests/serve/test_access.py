@@ -10,7 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from laguna_gguf.serve.settings import Settings
-from serve_tools import CHAT, HELLO, Running, running
+from serve_tools import CHAT, HELLO, Running, eventually, running
 
 KEYS = ("first-key", "second-kéy")
 BODY = {"messages": HELLO, "max_tokens": 2}
@@ -73,6 +73,7 @@ def test_metrics(server: Running) -> None:
     answer = server.text(prompt="something to count", max_tokens=30).json
     server.text(temperature=-1)
     server.get("/no/such/path")
+    eventually(lambda: server.idle() and values()["laguna_prompt_tokens_total"] > before["laguna_prompt_tokens_total"])
     after = values()
 
     def grown(name: str) -> float:

@@ -87,6 +87,8 @@ class Server:
         self._connections.add(task)
         self.counts["connections_total"] += 1
         connection = _Connection(writer)
+        if connection.socket.family != socket.AF_UNIX:
+            connection.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._open.add(connection)
         try:
             if len(self._connections) > MAX_CONNECTIONS:
