@@ -4,6 +4,7 @@ import random
 from itertools import islice
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from laguna_gguf.dflash.adaptive import PRIOR_ACCEPTANCE, AdaptiveDepth
@@ -86,3 +87,9 @@ def test_cut_rounds_teach_nothing(tiny_target: Path, tiny_drafter: Path) -> None
         assert list(islice(stream, n)) == expected[:n]
         stream.close()
         assert session.stats.draft_max_now == depth
+
+
+def test_numpy_integers_are_depths() -> None:
+    assert make_depth(np.int64(3), np.int32(1), 16, 512).now == 3
+    with pytest.raises(ConfigError):
+        make_depth(np.float64(3.0), 0, 16, 512)  # type: ignore[arg-type]

@@ -14,7 +14,14 @@ import numpy as np
 import pytest
 
 from laguna_gguf import SpecSession, convert_dflash, load_drafter
-from laguna_gguf.errors import CheckpointError, ConfigError, DecodeError, SessionBusyError, TargetMismatchError
+from laguna_gguf.errors import (
+    CheckpointError,
+    ConfigError,
+    DecodeError,
+    LagunaError,
+    SessionBusyError,
+    TargetMismatchError,
+)
 from session_tools import GREEDY, spec_session, take, text_ids
 from tiny_models import TINY_TARGET, write_tiny_target
 
@@ -196,3 +203,19 @@ def test_a_dropped_session_frees_itself_with_its_generator(tiny_target: Path, ti
     del session, stream
     gc.collect()
     assert gone() is None
+
+
+def test_a_session_closes_behind_its_block(tiny_target: Path, tiny_drafter: Path) -> None:
+    with spec_session(tiny_target, tiny_drafter) as session:
+        assert len(take(session, text_ids(10), 5, **GREEDY)) == 5
+    with pytest.raises(LagunaError, match="closed"):
+        session.create_completion("a")
+    with pytest.raises(RuntimeError, match="mine"), spec_session(tiny_target, tiny_drafter) as session:
+        raise RuntimeError("mine")
+    with pytest.raises(LagunaError, match="closed"):
+        session.eval([1])
+
+
+def test_from_pretrained_needs_the_drafters_repository() -> None:
+    with pytest.raises(ConfigError, match="draft_repo_id"):
+        SpecSession.from_pretrained("owner/target", "target.gguf")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Protocol
+import numbers
+from typing import Any, Protocol
 
 from laguna_gguf.dflash.adaptive import AdaptiveDepth
 from laguna_gguf.errors import ConfigError
@@ -47,6 +48,7 @@ def make_depth(draft_max: int | str, draft_min: int, block_size: int, n_ubatch: 
     A verify decode has n + 1 rows and must fit in one micro-batch, since only then its rollback is exact.
     """
     deepest = block_size - 1
+    draft_max, draft_min = _plain_int(draft_max), _plain_int(draft_min)
     if isinstance(draft_min, bool) or not isinstance(draft_min, int) or draft_min < 0:
         raise ConfigError(f"draft_min is {draft_min!r}; needed an integer >= 0")
     if draft_max == AUTO:
@@ -64,3 +66,8 @@ def make_depth(draft_max: int | str, draft_min: int, block_size: int, n_ubatch: 
             f"needed n_ubatch > {draft_max} (n_batch and n_ctx bound it)"
         )
     return FixedDepth(draft_max)
+
+
+def _plain_int(value: Any) -> Any:
+    """numpy's integers as int; anything else as it is."""
+    return int(value) if isinstance(value, numbers.Integral) and not isinstance(value, bool) else value

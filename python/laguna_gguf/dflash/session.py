@@ -25,12 +25,12 @@ from laguna_gguf.dflash.arguments import (
     check_keywords_known,
     check_llama_keywords,
     micro_batch,
-    token_ids,
 )
 from laguna_gguf.dflash.checkpoint import read_checkpoint
 from laguna_gguf.dflash.depth import make_depth
 from laguna_gguf.dflash.draft_vocab import DraftVocab, draft_vocabulary, output_rows
 from laguna_gguf.dflash.drafter import WINDOWS, Drafter
+from laguna_gguf.dflash.drafting_llama import DraftingLlama
 from laguna_gguf.dflash.evaluation import Evaluation
 from laguna_gguf.dflash.health import AcceptanceWatch
 from laguna_gguf.dflash.prefill import Compression, ShortPrompt, make_compressor, shorten
@@ -44,14 +44,13 @@ from laguna_gguf.errors import (
     ConfigError,
     DecodeError,
     LagunaError,
-    SessionBusyError,
     UnsupportedError,
 )
 from laguna_gguf.llama_text import tokenizable
 from laguna_gguf.paths import path_argument
 
 
-class SpecSession(llama_cpp.Llama):
+class SpecSession(DraftingLlama):
     """Drop-in for `llama_cpp.Llama` with Laguna DFlash speculative decoding.
 
     Same constructor keywords, same methods, same results; the drafter only decides how many target passes they take.
@@ -59,10 +58,6 @@ class SpecSession(llama_cpp.Llama):
     with the same seed. With half or quantised types a verify decode of several rows can round differently from a decode
     of one row, so a first difference is possible where two tokens are nearly tied.
     """
-
-    _closed = False
-    _turn: object | None = None
-    _lock = threading.Lock()  # of sessions that were refused; the others have one each
 
     def __init__(
         self,
@@ -234,17 +229,31 @@ class SpecSession(llama_cpp.Llama):
         self._turn = None  # a generator that was collected with the session
         self.close()
 
+    def __enter__(self) -> SpecSession:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ConfigError("a SpecSession cannot be pickled or copied; make another one from the same files")
 
     @classmethod
     def from_pretrained(
-        cls, repo_id: str, filename: str | None, *, draft_repo_id: str, draft_filename: str | None = None, **kwargs: Any
+        cls,
+        repo_id: str,
+        filename: str | None,
+        *,
+        draft_repo_id: str | None = None,
+        draft_filename: str | None = None,
+        **kwargs: Any,
     ) -> SpecSession:
         """As Llama.from_pretrained, with the drafter's repository and file (None: its checkpoint or only GGUF).
 
-        Raises CheckpointError when files cannot be had.
+        Raises ConfigError without draft_repo_id, CheckpointError when files cannot be had.
         """
+        if not draft_repo_id:
+            raise ConfigError("draft_repo_id is missing; needed the drafter's repository, as 'owner/name'")
         source = f"hf://{draft_repo_id}" + (f"/{draft_filename}" if draft_filename else "")
         try:
             return super().from_pretrained(repo_id, filename, draft_model_path=source, **kwargs)
@@ -342,64 +351,8 @@ class SpecSession(llama_cpp.Llama):
         """Not in a session: raises UnsupportedError, as does create_embedding."""
         raise UnsupportedError("a SpecSession does not embed; use a llama_cpp.Llama(..., embedding=True) beside it")
 
-    @property
-    def _capturing(self) -> bool:
-        """Whether hidden rows are wanted now. A draft needs those of one window: far from the next one, none are."""
-        return self.depth.plain_ahead < self._drafter.config.sliding_window
-
     def _text_tokens(self, text: str) -> list[int]:
         return self.tokenize(text.encode(), add_bos=False)
-
-    def _checked(self, tokens: Sequence[int]) -> NDArray[np.intc]:
-        return token_ids(tokens, self._n_vocab)
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise DecodeError("the session is closed")
-
-    def _check_thread(self) -> None:
-        """llama.cpp's context serves one thread at a time; two at once would end the process."""
-        thread = threading.current_thread()
-        if self._turn is not None and self._thread is not thread and self._thread.is_alive():
-            raise SessionBusyError("the session is generating in another thread; wait, or use a session a thread")
-        self._thread = thread
-
-    def _claim(self) -> object:
-        """Make the calling thread's next work the one in progress; what was suspended before is over."""
-        with self._lock:
-            self._check_open()  # again: another thread may have closed it meanwhile
-            self._check_thread()
-            self._turn = object()
-            return self._turn
-
-    def _evaluate(self, tokens: NDArray[np.intc], *, keep: int, capture: bool | None = None) -> None:
-        """Bring the target, and with capture the drafter, to exactly `tokens`; the first `keep` were evaluated before.
-
-        Rows are evaluated again where something was lost on the way back (see Evaluation): nothing is lost silently.
-        """
-        capture = self._capturing if capture is None else capture
-        end = len(tokens)
-        if end > self._limit:
-            raise ConfigError(f"{end} tokens exceed the context window of {self._limit}")
-        began = perf_counter()
-        start = self._evaluation.rewind(keep, end, capture=capture)
-        self.input_ids[:end] = tokens
-        self.n_tokens = start
-        self._requires_eval = True
-        self.on_evaluated(start)
-        for first, n in self._evaluation.run(tokens, start, capture=capture, all_logits=self._logits_all):
-            self.n_tokens = first + n
-            if self._logits_all:
-                self.scores[first : first + n] = self._target.all_logits(n)
-            self.on_evaluated(self.n_tokens)
-        self._requires_eval = False
-        self.counters.prompt_ms += (perf_counter() - began) * 1e3
-
-    def on_evaluated(self, n_tokens: int) -> None:
-        """Progress of a prompt, for subclasses: first called with the tokens that are reused, then after each decode.
-
-        An exception raised here ends the call; what was evaluated is kept.
-        """
 
     # -- generation -------------------------------------------------------------------------------------------------
 
@@ -563,64 +516,3 @@ class SpecSession(llama_cpp.Llama):
         drafted, accepted = self._draft_counts()
         if self._compressor is not None and self.synthetic is None and drafted > drafted_before:
             self._compressor.accepted((accepted - accepted_before) / (drafted - drafted_before))
-
-    # -- steps of a round (see rounds.py) ---------------------------------------------------------------------------
-
-    def draft(self, anchor: int, wanted: int | None) -> list[int]:
-        """Drafts for the next round; none when only one token is wanted, the context is nearly full, or the drafter has
-        not yet seen a whole window since drafting was paused."""
-        n = min(self.depth.now, self._limit - self.n_tokens - 1)
-        if wanted is not None:
-            n = min(n, wanted - 1)
-        if n <= 0 or not self._evaluation.drafter_holds(self.n_tokens, self.n_tokens):
-            return []
-        began = perf_counter()
-        self._drafter.flush()
-        flushed = perf_counter()
-        tokens = self._drafter.draft(anchor, n, window=self._window).tokens.tolist()
-        self.counters.capture_ms += (flushed - began) * 1e3
-        self.counters.draft_ms += (perf_counter() - flushed) * 1e3
-        return tokens
-
-    def check_proposal(self, tokens: Sequence[int]) -> list[int]:
-        """Proposals from outside, cut to what one verify decode can take."""
-        n = min(self._target.n_ubatch, self._limit - self.n_tokens) - 1
-        return self._checked(tokens)[: max(n, 0)].tolist()
-
-    def verify(self, anchor: int, draft: list[int]) -> None:
-        """One target decode of the anchor and the drafts, every row with logits and, where wanted, captured."""
-        start, rows = self.n_tokens, len(draft) + 1
-        if start + rows > self._limit:
-            raise DecodeError(f"the context window of {self._limit} tokens is full")
-        tokens = np.array([anchor, *draft], dtype=np.intc)
-        self.input_ids[start : start + rows] = tokens
-        self._requires_eval = True
-        self._capture.enabled = self._capturing
-        decode_ms, callback_ms = self._target.decode_ms, self._capture.ms
-        self._target.decode(tokens, all_logits=True)
-        self.counters.verify_ms += self._target.decode_ms - decode_ms
-        self.counters.capture_ms += self._capture.ms - callback_ms
-        if self._logits_all:
-            self.scores[start : start + rows] = self._target.all_logits(rows)
-
-    def commit(self, start: int, n_rows: int) -> None:
-        """Keep the first n_rows of the last verify, which began at `start`; forget the others."""
-        self.n_tokens = start + n_rows
-        self._requires_eval = self._target.position != self.n_tokens
-        if not self._target.rollback(self.n_tokens):
-            self._evaluate(self._input_ids.copy(), keep=0)
-        elif self._capture.enabled:
-            began = perf_counter()
-            if self._drafter.position != start:  # nothing was captured for a while: begin again
-                self._drafter.reset()
-            self._drafter.append_captured(self._capture, n_rows, start, deferred=True)
-            self.counters.capture_ms += (perf_counter() - began) * 1e3
-
-    def owned_by(self, turn: object) -> bool:
-        """Whether no other call has begun since `turn` did."""
-        return self._turn is turn
-
-    def check_turn(self, turn: object) -> None:
-        """Raise SessionBusyError when another call has taken over the session."""
-        if not self.owned_by(turn):
-            raise SessionBusyError("another call on this session has begun (or closed it); this generator cannot go on")
