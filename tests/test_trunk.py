@@ -117,6 +117,30 @@ def test_files_that_cannot_score_are_refused(tmp_path: Path, changes: dict, mess
         Trunk(str(path), **EXACT)
 
 
+@pytest.mark.parametrize("name", ["attn_qkv.weight", "attn_gate.weight"])
+def test_blocks_that_llama_cpp_would_crash_on_are_refused(tmp_path: Path, name: str) -> None:
+    for layer in (0, 16):
+        tensors = random_tensors(TINY_QWEN35)
+        del tensors[f"blk.{layer}.{name}"]
+        with pytest.raises(CheckpointError, match=f"tensor blk.{layer}.{name} is missing"):
+            Trunk(str(write_drafter(tmp_path / "d.gguf", tensors=tensors)), **EXACT)
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [{"rope.dimension_count": 7}, {"rope.dimension_count": 34}, {"attention.value_length": 0}, {"ssm.inner_size": 16}],
+)
+def test_lengths_that_llama_cpp_would_crash_on_are_refused(tmp_path: Path, metadata: dict[str, int]) -> None:
+    with pytest.raises(CheckpointError, match=f"{next(iter(metadata))} is"):
+        DrafterFile(write_drafter(tmp_path / "d.gguf", metadata=metadata))
+
+
+def test_qwen3_turns_whole_heads(tmp_path: Path) -> None:
+    path = write_drafter(tmp_path / "d.gguf", TINY_QWEN3, metadata={"rope.dimension_count": 16})
+    with pytest.raises(CheckpointError, match=r"rope\.dimension_count is 16"):
+        DrafterFile(path)
+
+
 def test_prediction_blocks_do_not_count(tmp_path: Path) -> None:
     path = write_drafter(tmp_path / "d.gguf", replace(TINY_QWEN35, n_layer=16), metadata={"nextn_predict_layers": 1})
     with pytest.raises(CheckpointError, match="has 15 blocks"):

@@ -56,6 +56,25 @@ class DrafterFile:
         if not isinstance(eps, float) or not 0.0 < eps < 1.0:
             raise self._wrong(f"{arch}.attention.layer_norm_rms_epsilon", eps, "a number in (0, 1)")
         self.norm_eps = eps
+        self._check_graph()
+
+    def _check_graph(self) -> None:
+        """What llama.cpp takes without a word and then hangs in or ends the process over."""
+        n_rot = self._count("rope.dimension_count", self.head_dim)
+        least = self.head_dim if self.arch == "qwen3" else 2
+        if n_rot % 2 or not least <= n_rot <= self.head_dim:
+            raise self._wrong(f"{self.arch}.rope.dimension_count", n_rot, f"an even number in {least}..{self.head_dim}")
+        value_length = self._count("attention.value_length", self.head_dim)
+        if value_length != self.head_dim:
+            raise self._wrong(f"{self.arch}.attention.value_length", value_length, f"{self.head_dim}, as key_length")
+        if self.is_recurrent:
+            inner = self._count("ssm.state_size") * self._count("ssm.time_step_rank")
+            if self._count("ssm.inner_size") != inner:
+                raise self._wrong(f"{self.arch}.ssm.inner_size", self._count("ssm.inner_size"), f"{inner}, the heads'")
+        for layer, full in enumerate(self.full_attention):
+            for name in () if full else ("attn_qkv.weight", "attn_gate.weight"):
+                if self._file.tensor(f"blk.{layer}.{name}") is None:
+                    raise CheckpointError(f"{self.path}: tensor blk.{layer}.{name} is missing; the file is incomplete")
 
     @property
     def is_recurrent(self) -> bool:
