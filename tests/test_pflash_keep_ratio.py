@@ -59,6 +59,19 @@ def test_thresholds(acceptance: float, step: float) -> None:
     assert AdaptiveKeepRatio().update(1, acceptance, configured=0.1) == pytest.approx(0.1 + step)
 
 
+@pytest.mark.parametrize(("acceptance", "step"), [(0.9, -0.005), (0.85, 0.0), (0.7, 0.005)])
+def test_a_steady_acceptance_stays_at_its_threshold(acceptance: float, step: float) -> None:
+    adaptive = AdaptiveKeepRatio()
+    ratios = [adaptive.update("s", acceptance, configured=0.1) for _ in range(6)]
+    assert ratios == pytest.approx([0.1 + step * (i + 1) for i in range(6)])
+
+
+@pytest.mark.parametrize("text", [None, 5, b"8000:0.2"])
+def test_curves_are_text(text: object) -> None:
+    with pytest.raises(ConfigError, match="curve"):
+        Curve.parse(text)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(("configured", "start"), [(0.0, 0.025), (0.01, 0.025), (0.05, 0.05), (0.5, 0.2), (1, 0.2)])
 def test_start(configured: float, start: float) -> None:
     adaptive = AdaptiveKeepRatio()

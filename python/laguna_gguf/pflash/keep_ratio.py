@@ -14,7 +14,7 @@ from laguna_gguf.errors import ConfigError
 LOWEST = 0.025
 HIGHEST = 0.20
 
-_MEMORY = 0.7  # of the running mean of acceptance; the newest generation has the rest
+_OLD, _NEW = 0.7, 0.3  # weights in the running mean of acceptance; 1 - 0.7 is more than 0.3 in binary
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,8 @@ class Curve:
 
         ConfigError: no entry, a malformed one, the same length twice, a ratio outside (0, 1].
         """
+        if not isinstance(text, str):
+            raise ConfigError(f"keep ratio curve: it is {text!r}; needed text such as 8000:0.2 64000:0.05")
         points: dict[int, float] = {}
         for entry in text.split():
             if not re.fullmatch(r"[0-9]{1,12}:([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,3})?", entry, re.ASCII):
@@ -99,7 +101,7 @@ class AdaptiveKeepRatio:
         while len(self._states) > self.capacity:
             self._states.popitem(last=False)
         mean = state.acceptance
-        state.acceptance = acceptance if mean is None else _MEMORY * mean + (1 - _MEMORY) * acceptance
+        state.acceptance = acceptance if mean is None else _OLD * mean + _NEW * acceptance
         state.ratio = _held(state.ratio + _step(state.acceptance))
         return state.ratio
 
