@@ -23,6 +23,7 @@ _LONGEST_PREAMBLE = 64  # bytes of begin-of-text tokens before the first turn
 _LONGEST_MARKER = 32  # bytes, at least as many as any marker of tool output has
 _BLANKS = re.compile(rb"\s*")
 _ENOUGH = 3  # markers that are tokens before it is believed that the tokenizer has them
+_ENOUGH_UNCLOSED = 2  # DeepSeek closes no user turn, so that its shortest chat has one marker less
 
 
 @dataclass
@@ -121,7 +122,8 @@ def _without_typed(raw: bytes, markers: list[_Marker], family: Family, tokens: T
         if control is not None:
             is_token[number] = tokens.is_token(marker.begin, marker.begin + len(control))
     real = [markers[number] for number, exact in is_token.items() if exact]
-    if not _ENOUGH <= len(real) < len(is_token) or not is_token[max(is_token)]:
+    enough = _ENOUGH_UNCLOSED if family.name == "deepseek" else _ENOUGH
+    if not enough <= len(real) < len(is_token) or not is_token[max(is_token)]:
         return markers
     if real[0].opens is None or (family.name != "deepseek" and not _alternate(real)):
         return markers
