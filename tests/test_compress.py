@@ -22,6 +22,7 @@ from laguna_gguf.errors import (
     QueryError,
     ScorerError,
     SelectionError,
+    SessionBusyError,
     TargetMismatchError,
 )
 from laguna_gguf.pflash.candidates import fixed_chunks
@@ -444,6 +445,54 @@ def test_progress_and_close(qwen35: Path) -> None:
     ):
         with pytest.raises(DecodeError, match="closed"):
             call()
+
+
+def test_closing_waits_for_a_running_call(qwen35: Path) -> None:
+    pflash = make(qwen35, n_ubatch=64)
+    begun = threading.Event()
+    pflash.on_progress = lambda done, total: begun.set()
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(pflash.score(random_ids(512), query=(500, 512))))
+    thread.start()
+    assert begun.wait(60)
+    pflash.close()
+    thread.join(60)
+    assert found[0].mass.sum() == pytest.approx(1.0)
+
+
+def test_the_progress_callback_cannot_call_its_own_drafter(qwen35: Path) -> None:
+    with make(qwen35) as pflash:
+        refused = []
+
+        def progress(done: int, total: int) -> None:
+            for call in (pflash.close, lambda: pflash.score([5] * 9, query=(5, 9))):
+                with pytest.raises(SessionBusyError, match="callback"):
+                    call()
+                refused.append(done)
+
+        pflash.on_progress = progress
+        assert pflash.compress(random_ids(100), keep_ratio=0.5).retained_tokens > 0
+        assert len(refused) == 2
+
+
+@pytest.mark.parametrize(
+    "keywords", [{"settings": 5}, {"scoring_head": 5}, {"segment_probe": []}, {"drafter_path": None}]
+)
+def test_arguments_of_another_type(qwen35: Path, keywords: dict[str, Any]) -> None:
+    arguments: dict[str, Any] = {"drafter_path": qwen35, "settings": SelectionSettings()} | keywords
+    with pytest.raises(ConfigError, match="needed"):
+        PFlash(arguments.pop("drafter_path"), **arguments, **EXACT)
+
+
+def test_calls_with_another_type(pflash: PFlash) -> None:
+    for text in (None, 5, ["a"], bytearray(b"a")):
+        with pytest.raises(ConfigError, match="needed str or bytes"):
+            pflash.tokenize(text)  # type: ignore[arg-type]
+    for windows in (None, 5):
+        with pytest.raises(QueryError, match="windows are"):
+            pflash.score(random_ids(50), query=(40, 50), windows=windows)  # type: ignore[arg-type]
+    with pytest.raises(QueryError, match="pflash_required is 5"):
+        pflash.compress_chat(TEXT, keep_ratio=0.5, pflash_required=5)  # type: ignore[arg-type]
 
 
 def test_forgotten_objects_are_freed_in_a_safe_order(qwen35: Path) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chat_templates import GENERATION, TEMPLATES, chunks, render, tokenizers, words
-from laguna_gguf.errors import ConfigError, QueryError
+from laguna_gguf.errors import ConfigError, LagunaError, QueryError
 from laguna_gguf.pflash.query import QueryPlan, plan
 from laguna_gguf.pflash.settings import SelectionSettings
 
@@ -52,6 +52,7 @@ Q1, Q2, Q3, Q4, Q5 = (
 )
 FIVE = [SYSTEM, user(Q1), said("A1."), user(Q2), said("A2."), user(Q3), said("A3."), user(Q4), said("A4."), user(Q5)]
 NO_DEEPSEEK = ("qwen", "gemma", "laguna")
+NO_LAGUNA = [family for family in TEMPLATES if family != "laguna"]
 
 CHATS = {
     "one question": Chat([user(Q1)], Q1),
@@ -482,6 +483,13 @@ def test_typed_markers_that_the_tokenizer_tells_apart(family: str) -> None:
     assert not covers(result.pins, offsets, text, "Obey me.")
 
 
+@pytest.mark.parametrize("family", NO_LAGUNA)
+def test_typed_markers_of_a_first_question(family: str) -> None:
+    typed = TYPED[family]
+    text = render(family, [user(f"What does {typed} do? {Q2}")])
+    assert [role for role in roles(text, words(family, (typed,))(text)) if role != "system"] == ["user"]
+
+
 @pytest.mark.parametrize("family", TEMPLATES)
 def test_typed_markers_that_nothing_tells_apart(family: str) -> None:
     """The generation prompt and the system message are right all the same."""
@@ -639,3 +647,10 @@ def test_many_typed_markers_are_planned_at_once() -> None:
     text = render("laguna", [SYSTEM, user("<user></user> and <assistant> " * 20_000)])
     n = len(text.encode())
     assert seconds_to_plan(text, np.append(np.arange(0, n, 4), n)) < 2.0
+
+
+def test_arguments_of_another_type() -> None:
+    offsets = [0, 5]
+    for keywords in ({"family": []}, {"settings": 5}, {"pflash_required": None}, {"pflash_required": 5}):
+        with pytest.raises(LagunaError, match="needed"):
+            plan("hello", offsets, **keywords)  # type: ignore[arg-type]

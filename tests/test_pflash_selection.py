@@ -349,3 +349,11 @@ def test_a_long_prompt_is_selected_at_once() -> None:
     seconds = time.process_time() - started
     assert 3000 < len(rows) < 5000 and 11_000 < result.retained_tokens <= 12_000
     assert seconds < 0.5
+
+
+@pytest.mark.parametrize("bad", [{"threshold": "x"}, {"threshold": None}, {"scores": [1j] * 10}])
+def test_segments_of_another_type(bad: dict) -> None:
+    arguments = {"scores": [0.0] * 10, "n": 10, "threshold": 0.5, "min_segment": 2, "max_segment": 4} | bad
+    with pytest.raises(SelectionError) as caught:
+        segments(arguments.pop("scores"), arguments.pop("n"), **arguments)
+    assert caught.value.stop_reason == "invalid_input"

@@ -112,3 +112,9 @@ def test_arguments_are_normalised(tmp_path: os.PathLike) -> None:
     )
     assert type(settings.select_chunk_size) is int and type(settings.select_top_p) is float
     assert settings.chat_view is True and settings.trace_path == str(tmp_path)
+
+
+@pytest.mark.parametrize("mapping", [None, 5, "PFLASH_SELECT_MODE"])
+def test_mappings_only(mapping: object) -> None:
+    with pytest.raises(ConfigError, match="mapping"):
+        SelectionSettings.from_env(mapping)  # type: ignore[arg-type]

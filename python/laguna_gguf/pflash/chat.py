@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
@@ -17,6 +16,7 @@ from laguna_gguf.pflash.candidates import lifts, merge
 from laguna_gguf.pflash.chat_budget import ChatBudget, chat_budget
 from laguna_gguf.pflash.compressed import BELOW_THRESHOLD, COMPRESSION_OFF, Compressed, timings
 from laguna_gguf.pflash.conversation import Fresh, Segment, ViewStore
+from laguna_gguf.pflash.exclusive import Exclusive
 from laguna_gguf.pflash.keeping import CountKept, Kept, Prompt, chunk_size, keep
 from laguna_gguf.pflash.prefill import COMPRESSION, DEFAULT_THRESHOLD
 from laguna_gguf.pflash.query import EXPLICIT, QueryPlan, plan
@@ -110,7 +110,7 @@ class Chats:
         self._model = scorers.model
         self._traces = traces
         self._views = ViewStore()
-        self._lock = threading.Lock()
+        self._lock = Exclusive()
 
     def compress(
         self, request: ChatRequest, count: CountTokens | None, family: str | None, progress: Progress | None

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from laguna_gguf.errors import ConfigError, QueryError, SelectionError
+from laguna_gguf.paths import path_argument
 from laguna_gguf.pflash.budget import check_keep_ratio
 from laguna_gguf.pflash.candidates import check_required
 from laguna_gguf.pflash.chat import ALWAYS, ChatRequest, Chats
@@ -68,6 +69,8 @@ class PFlash:
         another drafter, ConfigError for settings.
         """
         self.settings = SelectionSettings.from_env(os.environ) if settings is None else settings
+        if not isinstance(self.settings, SelectionSettings):
+            raise ConfigError(f"settings are {type(settings).__name__}; needed SelectionSettings or None")
         n_sessions = self.settings.drafter_sessions if sessions is None else sessions
         if isinstance(n_sessions, bool) or not isinstance(n_sessions, int) or not 0 <= n_sessions <= MAX_SESSIONS:
             raise ConfigError(f"sessions is {sessions!r}; needed an integer in 0..{MAX_SESSIONS}")
@@ -76,10 +79,14 @@ class PFlash:
         if target is not None:
             self.bind_target(target)
         self._scorers = Scorers(
-            os.fspath(drafter_path),
+            path_argument("drafter_path", drafter_path),
             self.settings,
-            head=self.settings.scoring_head_gguf if scoring_head is None else scoring_head,
-            probe=self.settings.segment_probe_gguf if segment_probe is None else segment_probe,
+            head=self.settings.scoring_head_gguf
+            if scoring_head is None
+            else path_argument("scoring_head", scoring_head),
+            probe=self.settings.segment_probe_gguf
+            if segment_probe is None
+            else path_argument("segment_probe", segment_probe),
             n_sessions=n_sessions,
             llama_kwargs=llama_kwargs,
         )
@@ -157,7 +164,7 @@ class PFlash:
         failure of llama.cpp (DecodeError, OutOfMemoryError), empties the session.
         """
         checked = self._model.check_ids(ids)
-        return self._read(checked, query, list(windows), session, suffix_candidates).ranking
+        return self._read(checked, query, windows, session, suffix_candidates).ranking
 
     def compress(
         self,
@@ -229,7 +236,10 @@ class PFlash:
         Raises QueryError (no turn that says anything, a text that does not occur), BudgetError (the target's tokens
         cannot be kept within theirs, or what must be kept does not fit the context), and what `compress` raises.
         """
-        required = (pflash_required,) if isinstance(pflash_required, str) else tuple(pflash_required)
+        try:
+            required = (pflash_required,) if isinstance(pflash_required, str) else tuple(pflash_required)
+        except TypeError as error:
+            raise QueryError(f"pflash_required is {pflash_required!r}; needed a list of texts") from error
         request = ChatRequest(
             rendered_prompt,
             keep_ratio,
@@ -266,7 +276,7 @@ class PFlash:
         self,
         ids: NDArray[np.int32],
         query: Sequence[int],
-        windows: list[Any],
+        windows: Iterable[Sequence[Any]],
         session: str | None,
         suffix_candidates: bool,
     ) -> Reading:

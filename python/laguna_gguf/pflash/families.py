@@ -80,7 +80,7 @@ def family_of_text(raw: bytes, name: str = "auto") -> Family | None:
     """The family called `name`; with `auto` the first one whose role marker occurs in the text, or None."""
     if name == "auto":
         return next((family for family in FAMILIES.values() if family.roles.search(raw)), None)
-    if name not in FAMILIES:
+    if not isinstance(name, str) or name not in FAMILIES:
         raise ConfigError(f"family is {name!r}; needed auto or one of {', '.join(FAMILIES)}")
     return FAMILIES[name]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -49,7 +50,9 @@ class LlamaModel:
         if not self._model:
             raise CheckpointError(f"llama.cpp cannot load {path}; verbose=True shows its reasons")
         self._finalizer = weakref.finalize(self, llama_cpp.llama_model_free, self._model)
+        self._lock = threading.Lock()  # llama_cpp lets other threads run during a call, also one that closes
         self._vocab = llama_cpp.llama_model_get_vocab(self._model)
+        self._has_tokenizer = llama_cpp.llama_vocab_type(self._vocab) != llama_cpp.LLAMA_VOCAB_TYPE_NONE
         self._pieces: dict[int, bytes] = {}
         self.n_vocab: int = llama_cpp.llama_vocab_n_tokens(self._vocab)
         self.is_recurrent = bool(
@@ -69,40 +72,45 @@ class LlamaModel:
         return _native.output_device(ctypes.cast(self.handle, ctypes.c_void_p).value or 0)
 
     def close(self) -> None:
-        self._finalizer()
+        with self._lock:
+            self._finalizer()
 
     def check_vocabulary(self) -> None:
         """CheckpointError for a drafter without a tokenizer; llama.cpp would end the process."""
         self.handle  # noqa: B018  (raises when closed)
-        if llama_cpp.llama_vocab_type(self._vocab) == llama_cpp.LLAMA_VOCAB_TYPE_NONE:
+        if not self._has_tokenizer:
             raise CheckpointError(f"{self.path} has no tokenizer; only token ids can be scored with it")
 
     def tokenize(self, text: str | bytes) -> NDArray[np.int32]:
         """Token ids int32 [n]; control tokens are recognised, nothing is added. CheckpointError without a tokenizer."""
-        self.check_vocabulary()
-        data = tokenizable(utf8(text) if isinstance(text, str) else bytes(text))
+        if not isinstance(text, str | bytes):
+            raise ConfigError(f"the text is {type(text).__name__}; needed str or bytes")
+        data = tokenizable(utf8(text) if isinstance(text, str) else text)
         if len(data) >= 2**31:
             raise ConfigError(f"the text has {len(data)} bytes; at most 2^31 - 1 can be tokenized")
         tokens = (llama_cpp.llama_token * (len(data) + 1))()
-        n = llama_cpp.llama_tokenize(self._vocab, data, len(data), tokens, len(tokens), False, True)
-        if n < 0:  # more tokens than bytes: a vocabulary that adds something
-            tokens = (llama_cpp.llama_token * -n)()
+        with self._lock:
+            self.check_vocabulary()
             n = llama_cpp.llama_tokenize(self._vocab, data, len(data), tokens, len(tokens), False, True)
+            if n < 0:  # more tokens than bytes: a vocabulary that adds something
+                tokens = (llama_cpp.llama_token * -n)()
+                n = llama_cpp.llama_tokenize(self._vocab, data, len(data), tokens, len(tokens), False, True)
         if n < 0:
             raise DecodeError("llama.cpp cannot tokenize the text")
         return np.ctypeslib.as_array(tokens)[:n].astype(np.int32)
 
     def pieces(self, ids: NDArray[np.int32]) -> list[bytes]:
         """UTF-8 bytes of each token, control tokens written out; a token may begin or end inside a character."""
-        self.check_vocabulary()
         buffer = ctypes.create_string_buffer(256)
         known = self._pieces
-        for token in set(ids.tolist()) - known.keys():
-            n = llama_cpp.llama_token_to_piece(self._vocab, token, buffer, len(buffer), 0, True)
-            if n < 0:
-                buffer = ctypes.create_string_buffer(-n)
+        with self._lock:
+            self.check_vocabulary()
+            for token in set(ids.tolist()) - known.keys():
                 n = llama_cpp.llama_token_to_piece(self._vocab, token, buffer, len(buffer), 0, True)
-            known[token] = buffer.raw[:n]
+                if n < 0:
+                    buffer = ctypes.create_string_buffer(-n)
+                    n = llama_cpp.llama_token_to_piece(self._vocab, token, buffer, len(buffer), 0, True)
+                known[token] = buffer.raw[:n]
         return [known[token] for token in ids.tolist()]
 
     def detokenize_bytes(self, ids: NDArray[np.int32]) -> bytes:

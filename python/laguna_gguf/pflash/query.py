@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from numpy.typing import ArrayLike
 
-from laguna_gguf.errors import QueryError
+from laguna_gguf.errors import ConfigError, QueryError
 from laguna_gguf.pflash.candidates import MAX_REQUIRED, merge
 from laguna_gguf.pflash.families import family_of_text
 from laguna_gguf.pflash.segmentation import Span
@@ -113,6 +113,8 @@ def plan(
     Raises QueryError: offsets that do not fit the text, no text, no turn that says anything, or a given text that does
     not occur; ConfigError: an unknown family.
     """
+    if settings is not None and not isinstance(settings, SelectionSettings):
+        raise ConfigError(f"settings are {type(settings).__name__}; needed SelectionSettings or None")
     raw = _encoded(text)
     found = family_of_text(raw, family)
     if not raw.strip():
@@ -140,7 +142,10 @@ def _encoded(text: str | bytes) -> bytes:
 
 
 def _texts(required: Iterable[str]) -> list[str]:
-    texts = [required] if isinstance(required, str) else list(required)
+    try:
+        texts = [required] if isinstance(required, str) else list(required)
+    except TypeError as error:
+        raise QueryError(f"pflash_required is {required!r}; needed a list of texts") from error
     if len(texts) > MAX_REQUIRED:
         raise QueryError(f"pflash_required has {len(texts)} texts; at most {MAX_REQUIRED} are accepted")
     return texts

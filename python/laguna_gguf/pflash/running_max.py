@@ -6,7 +6,6 @@ before it. It runs every block up to the last attention, keeps no sessions and t
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from time import perf_counter
 
@@ -16,6 +15,7 @@ from numpy.typing import NDArray
 from laguna_gguf import _native
 from laguna_gguf.errors import ScorerError
 from laguna_gguf.pflash.drafter_file import DrafterFile
+from laguna_gguf.pflash.exclusive import Exclusive
 from laguna_gguf.pflash.llama import LlamaContext, LlamaModel
 from laguna_gguf.pflash.scorer import Progress, Scores, check_request
 
@@ -38,10 +38,12 @@ class RunningMaxScorer:
         self._context = LlamaContext(model, self._capture, 1, limit)
         if file.arch == "qwen3":
             self._context.limit = min(self._context.limit, MAX_QWEN3_TOKENS)
-        self._lock = threading.RLock()
+        self._lock = Exclusive()
 
     def close(self) -> None:
-        self._context.close()
+        """Free the context, when a call of another thread is done."""
+        with self._lock:
+            self._context.close()
 
     def score(self, ids: NDArray[np.int32], *, query: Sequence[int], progress: Progress | None = None) -> Scores:
         """`mass` [n] is the importance: per query row and token the maximum, mean over rows, average over 13 tokens.

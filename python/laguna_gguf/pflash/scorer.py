@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import index
@@ -16,6 +15,7 @@ from numpy.typing import NDArray
 
 from laguna_gguf import _native
 from laguna_gguf.errors import ConfigError, QueryError, ScorerError
+from laguna_gguf.pflash.exclusive import Exclusive
 from laguna_gguf.pflash.head import load_head
 from laguna_gguf.pflash.probe import load_probe
 from laguna_gguf.pflash.sessions import CHECKPOINT_DISTANCE, QueryRows, Session, SessionCache, Span
@@ -77,7 +77,11 @@ def check_request(
     if begin == 0:
         raise QueryError("the query begins with the prompt; needed at least one token before it")
     checked: list[Window] = [(begin, end, 1.0)]
-    for window in windows:
+    try:
+        given = list(windows)
+    except TypeError as error:
+        raise QueryError(f"windows are {windows!r}; needed a list of (begin, end, weight)") from error
+    for window in given:
         try:
             first, last, weight = window
             number = float(weight)
@@ -138,7 +142,12 @@ class Scorer:
         self._native = _native.Block15Scorer(config, vars(weights), fields, threads, trunk.model.device)
         self._scratch = self._session(0)
         self._sessions = SessionCache(range(1, trunk.context.n_sequences), self._session)
-        self._lock = threading.RLock()
+        self._lock = Exclusive()
+
+    def close(self) -> None:
+        """Free the trunk's context, when a call of another thread is done."""
+        with self._lock:
+            self.trunk.context.close()
 
     def _session(self, sequence: int) -> Session:
         return Session(sequence, self._native.new_store())

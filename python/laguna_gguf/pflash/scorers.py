@@ -83,7 +83,7 @@ class Scorers:
 
     def close(self) -> None:
         if self.head is not None:
-            self.head.trunk.context.close()
+            self.head.close()
         if self.legacy is not None:
             self.legacy.close()
         self.model.close()

@@ -36,8 +36,9 @@ def segments(
     try:
         n, shortest, longest = index(n), index(min_segment), index(max_segment)
         cuts = sorted({index(cut) for cut in forced})
-    except TypeError as error:
-        raise _invalid(f"lengths and cuts are integers: {error}") from error
+        threshold = float(threshold)
+    except (TypeError, ValueError) as error:
+        raise _invalid(f"lengths and cuts are integers, the threshold is a number: {error}") from error
     if n < 1 or not 1 <= shortest <= longest:
         raise _invalid(
             f"n is {n}, min_segment {shortest}, max_segment {longest}; "
@@ -50,7 +51,7 @@ def segments(
     unit = _scores(scores, n, "scores")
     inner = unit if subunit is None else _scores(subunit, n, "subunit scores")
 
-    edges = _edges(np.flatnonzero(unit > float(threshold)).tolist(), [cut for cut in cuts if 0 < cut < n], shortest)
+    edges = _edges(np.flatnonzero(unit > threshold).tolist(), [cut for cut in cuts if 0 < cut < n], shortest)
     pieces: list[Span] = []
     for begin, end in zip([0, *edges], [*edges, n], strict=True):
         _divide(inner, begin, end, shortest, longest, pieces)
@@ -85,6 +86,8 @@ def _divide(scores: NDArray, begin: int, end: int, shortest: int, longest: int, 
 def _scores(values: ArrayLike, n: int, what: str) -> NDArray:
     try:
         array = np.asarray(values)
+        if np.iscomplexobj(array):
+            raise TypeError("they are complex")
         if not np.issubdtype(array.dtype, np.floating):
             array = array.astype(np.float64)
     except (TypeError, ValueError) as error:

@@ -70,6 +70,8 @@ class SelectionSettings:
 
         ConfigError names the variable: also one that is set but empty, and integers such as `12x` or ` 12`.
         """
+        if not isinstance(mapping, Mapping):
+            raise ConfigError(f"settings are read from {type(mapping).__name__}; needed a mapping such as os.environ")
         given: dict[str, Any] = {}
         for field in fields(cls):
             name = variable(field.name)
