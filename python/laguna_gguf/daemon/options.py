@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import logging
 import os
 import re
-from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 from laguna_gguf.daemon.loading import Load
 from laguna_gguf.daemon.logs import PROGRAM
 from laguna_gguf.daemon.model import AUTO, PERSISTENT, REQUEST_SCOPED
 from laguna_gguf.errors import ConfigError
+from laguna_gguf.pflash.demo import demo_scorer
 from laguna_gguf.pflash.settings import SelectionSettings
 
-DEMO_FILES = ("demo-scorer.gguf", "demo-scorer-head.gguf", "demo-scorer-probe.gguf")
-"""Drafter, scoring head and segment probe in the package's data folder."""
+logger = logging.getLogger(__name__)
 
 DEFAULT_THRESHOLD = 32000
 DEFAULT_KEEP_RATIO = 0.05
@@ -115,10 +114,9 @@ def load_config(args: argparse.Namespace) -> Load:
     """What the model process loads. ConfigError without a drafter."""
     drafter, head, probe = args.prefill_drafter, args.scoring_head, args.segment_probe
     if drafter is None:
-        shipped = [Path(str(files("laguna_gguf"))) / "data" / name for name in DEMO_FILES]
-        if not all(file.is_file() for file in shipped):
-            raise ConfigError("this package has no demo drafter; give --prefill-drafter, a Qwen3.5 GGUF")
-        drafter, head, probe = str(shipped[0]), head or str(shipped[1]), probe or str(shipped[2])
+        demo = demo_scorer()
+        logger.warning("the demo drafter is used: it shows the way, not the quality of Qwen3.5")
+        drafter, head, probe = str(demo.drafter), head or str(demo.scoring_head), probe or str(demo.segment_probe)
     llama: dict[str, Any] = {
         "n_gpu_layers": args.gpu_layers,
         "n_threads": args.threads,

@@ -38,8 +38,9 @@ class Answer:
         self._send = send
         self._seconds = seconds
         self.started = False
+        self.ended = False
+        """Whether it has all of it."""
         self.broken = False
-        self.status = 0
 
     async def whole(self, response: httpx.Response) -> None:
         """Byte for byte, as it comes."""
@@ -107,7 +108,7 @@ class Answer:
         logger.warning("the upstream server ended in the middle of its answer: %s", type(error).__name__)
 
     async def _start(self, response: httpx.Response, headers: list[tuple[bytes, bytes]]) -> None:
-        self.started, self.status = True, response.status_code
+        self.started = True
         await self._send({"type": "http.response.start", "status": response.status_code, "headers": headers})
 
     async def _piece(self, data: bytes) -> None:
@@ -116,6 +117,7 @@ class Answer:
                 await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def _end(self) -> None:
+        self.ended = True
         await self._send({"type": "http.response.body", "body": b""})
 
 

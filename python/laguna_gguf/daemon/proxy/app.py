@@ -99,10 +99,10 @@ class App:
         watch = asyncio.create_task(_leaving(receive, read))
         try:
             await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
+            if not task.done() and not answer.ended:
                 mark_gone(scope)
                 return
-            task.result()
+            await task
         except ClientGone:
             mark_gone(scope)
         except TimeoutError:
