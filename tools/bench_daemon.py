@@ -108,6 +108,7 @@ def ipc(args: argparse.Namespace) -> dict[str, Any]:
         "compute_ms": round(statistics.median(computes[1:]), 2),
         "overhead_ms_first": round(overheads[0], 2),
         "overhead_ms_median": round(statistics.median(overheads), 2),
+        "overhead_ms_min": round(min(overheads), 2),
         "overhead_ms_max": round(max(overheads), 2),
     }
 

@@ -289,3 +289,18 @@ def test_passthrough_on_error(tmp_path: Path, qwen35: Path) -> None:
         body = json.dumps(LONG_CHAT | {"pflash_query": "castle"}).encode()
         assert daemon.request("POST", CHAT, body).status == 200
         assert [entry[3] for entry in upstream.generations()] == [body]
+
+
+def test_an_answer_in_progress_is_finished(tmp_path: Path, qwen35: Path) -> None:
+    arguments = ["--prefill-drafter", str(qwen35)]
+    with fake_upstream() as upstream, running_daemon(tmp_path, *arguments, upstream=upstream.url) as daemon:
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nX-Scenario: stream\r\nContent-Length: 2\r\n\r\n{{}}"
+        with daemon.tcp(head.encode()) as connection:
+            data = connection.recv(1000)
+            daemon.process.terminate()
+            eventually(lambda: "ending" in daemon.log.read_text())
+            time.sleep(0.3)
+            upstream.go_on.set()
+            while part := connection.recv(1000):
+                data += part
+        assert b"[DONE]" in data and daemon.process.wait(10) == 0

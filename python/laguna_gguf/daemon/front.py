@@ -51,7 +51,7 @@ async def run(args: argparse.Namespace) -> int:
             if http is not None:
                 http.refuse_new()
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(_first(model.idle.wait(), at_once.wait()), DRAIN_SECONDS)
+                await asyncio.wait_for(_first(_drained(model, tasks), at_once.wait()), DRAIN_SECONDS)
             await server.flush()
         finally:
             await model.stop()
@@ -94,6 +94,13 @@ def _signals() -> tuple[asyncio.Event, asyncio.Event]:
         loop.add_signal_handler(number, on_signal)
     loop.add_signal_handler(signal.SIGHUP, lambda: logger.info("SIGHUP: nothing to do"))
     return ending, at_once
+
+
+async def _drained(model: Model, tasks: list[asyncio.Task[Any]]) -> None:
+    """Wait until the drafter has nothing to do and the HTTP server has ended its answers."""
+    await model.idle.wait()
+    if tasks:
+        await asyncio.wait(tasks)
 
 
 async def _first(*things: Any) -> None:
