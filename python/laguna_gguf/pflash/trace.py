@@ -14,7 +14,7 @@ import json
 import logging
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -90,8 +90,9 @@ class Trace:
     view: dict[str, Any] | None = field(default=None)
 
     def as_dict(self) -> dict[str, Any]:
-        """The JSON object; optional keys only where they are known."""
-        values = asdict(self)
+        """The JSON object; optional keys only where they are known. It shares the lists of this trace: copying those of
+        a long prompt takes as long as selecting from it."""
+        values = {**vars(self), "parser": dict(vars(self.parser))}
         return {key: value for key, value in values.items() if key not in _OPTIONAL or value is not None}
 
     @property
