@@ -249,6 +249,7 @@ def test_odd_prompts(pflash: PFlash) -> None:
     chat = pflash.compress_chat(render("qwen", [SYSTEM, user(typed)]), keep_ratio=0.1)
     assert chat.text.startswith("<|im_start|>system\nAnswer") and chat.text.endswith("assistant\n<think>\n")
     tiny = pflash.compress_chat("hello", keep_ratio=0.5)
+    assert pflash.compress_chat("x", keep_ratio=0.0).text == "x"
     assert tiny.text == "hello" and tiny.timings["query_rule"] == "content_tail"
 
 

@@ -94,11 +94,14 @@ def test_the_automatic_mode(tiny_target: Path, tiny_drafter: Path, pflash: PFlas
     assert "Hello" in evaluated(session)
 
 
-def test_tokens_and_infills_pass_untouched(tiny_target: Path, tiny_drafter: Path, pflash: PFlash) -> None:
+def test_tokens_and_blanks_pass_untouched(tiny_target: Path, tiny_drafter: Path, pflash: PFlash) -> None:
     session = make(tiny_target, tiny_drafter, pflash)
     tokens = session.tokenize(RENDERED.encode(), add_bos=False, special=True)
     session.create_completion(tokens, **GREEDY)
     assert session.last_compression is None and session.n_tokens >= len(tokens)
+    for blank in ("", " \n"):
+        session.create_completion(blank, **GREEDY)
+        assert session.last_compression is None
 
 
 def test_a_failing_scorer_fails_the_call(

@@ -506,7 +506,8 @@ class SpecSession(DraftingLlama):
 
     def _may_shorten(self, given: Mapping[str, Any], is_rendered: bool) -> bool:
         """Text, and tokens that a chat handler made; not an infill, whose prompt is half of one."""
-        return (isinstance(given["prompt"], str) or is_rendered) and given.get("suffix") is None and given["prompt"]
+        prompt = given["prompt"]
+        return given.get("suffix") is None and (bool(prompt.strip()) if isinstance(prompt, str) else is_rendered)
 
     def _draft_counts(self) -> tuple[int, int]:
         """Drafted and accepted tokens so far."""

@@ -23,7 +23,7 @@ from laguna_gguf.pflash.query import EXPLICIT, QueryPlan, plan
 from laguna_gguf.pflash.scorer import Progress, Scores, Window
 from laguna_gguf.pflash.scorers import Reading, Scorers
 from laguna_gguf.pflash.segmentation import Span
-from laguna_gguf.pflash.selection import BUDGET_ONLY, Candidate, Selection
+from laguna_gguf.pflash.selection import BUDGET_ONLY, CANDIDATES_EXHAUSTED, Candidate, Selection
 from laguna_gguf.pflash.settings import SelectionSettings
 from laguna_gguf.pflash.target_tokens import CountTokens
 from laguna_gguf.pflash.trace import TraceWriter, make_trace
@@ -126,6 +126,8 @@ class Chats:
                 return self._whole(chat, request, COMPRESSION_OFF, began)
             if request.compression == AUTO and budget.droppable_target_tokens < request.threshold:
                 return self._whole(chat, request, BELOW_THRESHOLD, began)
+            if chat.n_tokens == 1:
+                return self._whole(chat, request, CANDIDATES_EXHAUSTED, began)  # nothing to read, nothing to drop
             if request.n_ctx is not None:
                 budget = self._budget(chat, size, request.keep_ratio, request, count)
             return self._serve(chat, request, budget, count, progress, began)
@@ -199,7 +201,7 @@ class Chats:
         ranking = reading.ranking if reading is not None else None
         return Compressed(
             ids=_joined(chat.ids, kept.spans),
-            spans=kept.spans,
+            spans=list(kept.spans),
             text=text,
             budget=kept.budget,
             retained_tokens=kept.selection.retained_tokens,
