@@ -104,14 +104,15 @@ def rendered(messages: list[tuple[str, str]]) -> str:
     )
 
 
-def last_tokens_only(pflash: PFlash, prompt: str, budget: int) -> str:
-    """`compress` with its default query within a budget; what must be kept if that alone exceeds it."""
+def last_tokens_only(pflash: PFlash, prompt: str, budget: int, session: str) -> str:
+    """`compress` with its default query within a budget; empty if what it must keep exceeds that. The prompt was read
+    in this session, so only its end is read once more."""
     n = len(pflash.tokenize(prompt))
     size = chunk_size(n, pflash.settings)
     kept = n - (n - QUERY_TOKENS) // size * size  # the chunks that hold the query
     ratio = max(0.0, (budget - 1 - kept) / max(1, n - kept))
     try:
-        return pflash.compress(prompt, keep_ratio=min(1.0, ratio), session="last").text
+        return pflash.compress(prompt, keep_ratio=min(1.0, ratio), session=session).text
     except SelectionError:
         return ""
 
@@ -126,12 +127,13 @@ def run(pflash: PFlash, chats: list[Chat], ratio: float) -> dict[str, Any]:
     for number, chat in enumerate(chats):
         for turn in range(1, N_TURNS + 1):
             prompt = rendered(chat.messages(turn))
-            result = pflash.compress_chat(prompt, keep_ratio=ratio, session=f"chat {number}")
+            session = f"chat {number}"
+            result = pflash.compress_chat(prompt, keep_ratio=ratio, session=session)
             ids = pflash.tokenize(prompt)
             texts = {
                 "served": result.text,
                 "fresh": pflash.detokenize(result.ids),
-                "last 8": last_tokens_only(pflash, prompt, result.budget),
+                "last 8": last_tokens_only(pflash, prompt, result.budget, session),
                 "tail": pflash.detokenize(ids[-result.budget :]),
             }
             for method, text in texts.items():
