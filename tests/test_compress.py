@@ -447,6 +447,19 @@ def test_progress_and_close(qwen35: Path) -> None:
             call()
 
 
+def test_large_weights_do_not_overflow(pflash: PFlash) -> None:
+    ids = random_ids(60)
+    expected = pflash.score(ids, query=(50, 60), windows=[(5, 9, 1e20)] * 3).mass
+    assert expected.sum() == pytest.approx(1.0)
+    found = pflash.score(ids, query=(50, 60), windows=[(5, 9, 1e308)] * 3).mass
+    assert found == pytest.approx(expected)
+
+
+def test_windows_are_checked_for_every_scorer(qwen35: Path) -> None:
+    with make(qwen35, {"select_scorer": "legacy"}) as pflash, pytest.raises(QueryError, match="window"):
+        pflash.score(random_ids(60), query=(50, 60), windows=[(5, 5, 1.0)])
+
+
 def test_closing_waits_for_a_running_call(qwen35: Path) -> None:
     pflash = make(qwen35, n_ubatch=64)
     begun = threading.Event()

@@ -237,6 +237,7 @@ class Scorer:
         parts = [(window.taps, request.allowed(asked)) for window, asked in zip(rows, request.windows, strict=True)]
         masses = self._native.mass(slot.store, parts)
         weights = np.array([weight for _, _, weight in request.windows])
+        weights /= weights.max()  # so that no sum of large ones overflows
         unit, subunit = None, None
         if self.probe is not None and run_probe:
             unit, subunit = self.probe.scores(slot.store.probe())

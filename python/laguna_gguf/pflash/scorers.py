@@ -16,7 +16,7 @@ from laguna_gguf.pflash.llama import LlamaModel
 from laguna_gguf.pflash.llama_options import LlamaOptions
 from laguna_gguf.pflash.probe import SegmentProbe
 from laguna_gguf.pflash.running_max import RunningMaxScorer
-from laguna_gguf.pflash.scorer import Progress, Scorer, Scores
+from laguna_gguf.pflash.scorer import Progress, Scorer, Scores, check_request
 from laguna_gguf.pflash.settings import SelectionSettings
 from laguna_gguf.pflash.trunk import Trunk
 
@@ -99,6 +99,7 @@ class Scorers:
         progress: Progress | None = None,
     ) -> Reading:
         """Scores of checked ids. The all-layer scorer looks from the query only."""
+        windows = check_request(ids, query, windows, suffix_candidates).windows[1:]
         head, legacy = None, None
         if self.head is not None and (self.kind != "legacy" or self.probe is not None):
             head = self.head.score(
