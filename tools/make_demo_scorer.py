@@ -4,7 +4,8 @@
     pip install ".[train]" && python tools/make_demo_scorer.py --work WORK --out OUT
 
 Needs no download: everything is made of the standard library of the running Python and the language reference that
-comes with it. Taps are kept in WORK, so that a run that was stopped goes on. About 35 minutes on one core.
+comes with it. Taps are kept in WORK, so that a run that was stopped goes on. About 40 minutes with one
+thread on a shared machine, half of them for the evaluation.
 """
 
 from __future__ import annotations

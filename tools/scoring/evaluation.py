@@ -20,7 +20,8 @@ from laguna_gguf.errors import SelectionError
 from laguna_gguf.pflash.candidates import chunk_size_for, fixed_chunks, make_candidates, merge, probe_segments
 from laguna_gguf.pflash.compress import PFlash
 from laguna_gguf.pflash.demo import DemoScorer
-from laguna_gguf.pflash.probe import SegmentProbe
+from laguna_gguf.pflash.drafter_file import DrafterFile
+from laguna_gguf.pflash.probe import SegmentProbe, load_probe
 from laguna_gguf.pflash.selection import BUDGET_ONLY, Candidate, select
 from scoring import baselines
 from scoring.examples import END_OF_QUESTION, PREFIX, SUFFIX, Example, Question, assemble, make_example, name_words
@@ -116,8 +117,8 @@ class Prompts:
     def __init__(self, pflash: PFlash, example: Example) -> None:
         self._pflash, self._example = pflash, example
         self._before = example.prompt_parts[0]
-        self._ids = pflash.tokenize(self._before)
-        pieces = [len(pflash.detokenize(self._ids[i : i + 1]).encode()) for i in range(len(self._ids))]
+        self.ids = pflash.tokenize(self._before)
+        pieces = [len(pflash.detokenize(self.ids[i : i + 1]).encode()) for i in range(len(self.ids))]
         self.places = TokenPlaces(self._before, np.cumsum([0, *pieces]).astype(np.int32))
         self._end_mark = int(pflash.tokenize(END_OF_QUESTION)[0])
 
@@ -131,13 +132,13 @@ class Prompts:
     def ask(self, text: str, question: Question) -> Asked:
         """A prompt that asks `text`; evidence as of `question`."""
         suffix = self._pflash.tokenize(text + SUFFIX)
-        ids = np.concatenate([self._ids, suffix])
-        end = len(self._ids) + int(np.flatnonzero(suffix == self._end_mark)[-1])
+        ids = np.concatenate([self.ids, suffix])
+        end = len(self.ids) + int(np.flatnonzero(suffix == self._end_mark)[-1])
         function = None
         if question.kind == "function":
             function = self.span(*function_extent(self._example.context, question.evidence[0][0]))
         evidence = tuple(self.span(*span) for span in question.evidence)
-        return Asked(ids, (0, len(self._ids)), end, evidence, function)
+        return Asked(ids, (0, len(self.ids)), end, evidence, function)
 
 
 def function_extent(text: str, begin: int) -> Span:
@@ -264,8 +265,7 @@ def evaluate(
     say(f"{len(examples)} documents, {sum(len(example.questions) for example in examples)} questions")
     lengths = []
     with PFlash(files.drafter, scoring_head=files.scoring_head, segment_probe=files.segment_probe, **options) as pflash:
-        probe = pflash._scorers.probe
-        assert probe is not None
+        probe = load_probe(files.segment_probe, DrafterFile(files.drafter))
         evaluator = Evaluator(pflash, probe, seed)
         for number, example in enumerate(examples, start=1):
             prompts = Prompts(pflash, example)
@@ -317,9 +317,9 @@ def probe_report(
                     getattr(piece, labels).extend(start + place for place in getattr(more, labels))
             example = Example(piece.text, [], piece.units, piece.subunits, piece.definitions)
             prompts = Prompts(pflash, example)
-            ids = np.concatenate([prompts._ids, pflash.tokenize("?" + SUFFIX)])
+            ids = np.concatenate([prompts.ids, pflash.tokenize("?" + SUFFIX)])
             scores = pflash.score(ids, query=(len(ids) - 1, len(ids)))
-            n = len(prompts._ids)
+            n = len(prompts.ids)
             assert scores.probe is not None and scores.subunit is not None
             values = {
                 "unit": np.flatnonzero(scores.probe[:n] > probe.threshold),
