@@ -106,7 +106,8 @@ def rendered(messages: list[tuple[str, str]]) -> str:
 
 def last_tokens_only(pflash: PFlash, prompt: str, budget: int, session: str) -> str:
     """`compress` with its default query within a budget; empty if what it must keep exceeds that. The prompt was read
-    in this session, so only its end is read once more."""
+    in this session, so only its end is read once more; that can drop rows of windows there, for which a later turn is
+    then read from the start (`tokens_read`), as it is not without this comparison."""
     n = len(pflash.tokenize(prompt))
     size = chunk_size(n, pflash.settings)
     kept = n - (n - QUERY_TOKENS) // size * size  # the chunks that hold the query
