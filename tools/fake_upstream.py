@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import struct
 import threading
@@ -17,7 +18,7 @@ HELPERS = ("/apply-template", "/tokenize", "/props")
 
 
 class FakeUpstream(ThreadingHTTPServer):
-    """Counts a token a byte, renders as ChatML. `X-Scenario`: plain, echo (of the last text), slow, dying,
+    """Counts as `n_tokens`, renders as ChatML. `X-Scenario`: plain, echo (of the last text), slow, dying,
     dying-stream, stream, endless-stream, usage-stream."""
 
     daemon_threads = True
@@ -52,6 +53,11 @@ def fake_upstream() -> Iterator[FakeUpstream]:
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+def n_tokens(text: str) -> int:
+    """A byte is a token, and so is a marker."""
+    return len(re.sub(rb"<\|im_(start|end)\|>", b"0", text.encode("utf-8", "surrogatepass")))
 
 
 def render(messages: list[dict[str, Any]]) -> str:
@@ -94,7 +100,7 @@ class _Handler(BaseHTTPRequestHandler):
             try:
                 value = json.loads(body)
                 if path == "/tokenize":
-                    self._json({"tokens": [0] * len(value["content"].encode("utf-8", "surrogatepass"))})
+                    self._json({"tokens": [0] * n_tokens(value["content"])})
                 else:
                     self._json({"prompt": render(value["messages"])})
             except (ValueError, TypeError, KeyError, AttributeError):

@@ -171,7 +171,7 @@ def test_cancelling_stops_the_work(daemon: Daemon) -> None:
 def test_too_many_requests(daemon: Daemon) -> None:
     async def run() -> None:
         async with AsyncPFlashClient(daemon.socket) as client:
-            work = [client.compress(random_ids(900), keep_ratio=0.1) for _ in range(20)]
+            work = [client.compress(random_ids(250), keep_ratio=0.1) for _ in range(20)]
             results = await asyncio.gather(*work, return_exceptions=True)
         refused = [result for result in results if isinstance(result, DaemonError)]
         assert 1 <= len(refused) <= 4 and "waiting already" in str(refused[0])

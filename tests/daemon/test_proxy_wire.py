@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from daemon_tools import Daemon, eventually, running_daemon
-from fake_upstream import FakeUpstream, fake_upstream, render
+from fake_upstream import FakeUpstream, fake_upstream, n_tokens, render
 
 CHAT = "/v1/chat/completions"
 LONG = "The river runs by the old mill and the tower. " * 30
@@ -96,7 +96,7 @@ def test_a_long_chat_is_rewritten(upstream: FakeUpstream, daemon: Daemon) -> Non
     answer = daemon.request("POST", CHAT, body | {"pflash": {"keep": 0.2}}, KEYS)
     timings = answer.json["usage"]["timings"]["pflash"]
     assert answer.json["usage"]["prompt_tokens"] == 1 and timings["view"]["mode"] == "fresh"
-    assert 0 < timings["compressed_tokens"] < timings["prompt_tokens"] == len(render(messages).encode())
+    assert 0 < timings["compressed_tokens"] < timings["prompt_tokens"] == n_tokens(render(messages))
     assert timings["keep_ratio"] == pytest.approx(0.2)
     [(_, path, headers, received)] = upstream.generations()
     assert path == CHAT and headers["authorization"] == "Bearer secret-key" and headers["x-odd"] == "a  b"
@@ -107,7 +107,7 @@ def test_a_long_chat_is_rewritten(upstream: FakeUpstream, daemon: Daemon) -> Non
     assert len(sent["messages"]) == 5 and [m["role"] for m in sent["messages"]] == [m["role"] for m in messages]
     assert sent["messages"][0] == messages[0] and sent["messages"][4] == messages[4]
     assert sent["messages"][2] == messages[2] and sent["messages"][3]["tool_call_id"] == "1"
-    assert len(render(sent["messages"])) == timings["compressed_tokens"]
+    assert n_tokens(render(sent["messages"])) == timings["compressed_tokens"]
     for index in (1, 3):
         assert len(sent["messages"][index]["content"]) < len(LONG)
     assert all(headers.get("authorization") == "Bearer secret-key" for _, _, headers, _ in upstream.received)
@@ -134,8 +134,12 @@ def test_what_a_request_can_ask_for(upstream: FakeUpstream, daemon: Daemon) -> N
     short = {"messages": [{"role": "user", "content": "one two three four five six seven eight nine"}]}
     answer = daemon.request("POST", CHAT, short | {"pflash": {"on": True}})
     assert "pflash" in answer.json["usage"]["timings"]
-    needle = {"pflash_query": "Where is", "pflash_required": ["the tower?"]}
-    answer = daemon.request("POST", CHAT, LONG_CHAT | needle)
+    upstream.received.clear()
+    wanted = {"pflash_query": "Where is", "pflash_required": ["The needle is 4711."], "pflash": {"keep": 0.05}}
+    haystack = {"messages": [{"role": "user", "content": f"{LONG} The needle is 4711. {LONG} Where is it?"}]}
+    answer = daemon.request("POST", CHAT, haystack | wanted)
+    sent = json.loads(upstream.generations()[0][3])["messages"][0]["content"]
+    assert "The needle is 4711." in sent and "Where is" in sent and len(sent) < 2 * len(LONG)
     assert answer.json["usage"]["timings"]["pflash"]["query_rule"] == "explicit_query_span"
     bad = [
         {"pflash": 3},
