@@ -110,7 +110,7 @@ class ModelProcess:
 
     def _compress(self, request: Compress) -> Compressed:
         return self._pflash.compress(
-            np.frombuffer(request.ids, "<i4") if request.text is None else request.text,
+            np.frombuffer(request.ids or b"", "<i4") if request.text is None else request.text,
             keep_ratio=request.keep_ratio,
             query=request.query,
             required=request.required,
