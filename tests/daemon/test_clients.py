@@ -58,7 +58,10 @@ def test_settings_travel(daemon: Daemon) -> None:
         assert client.compress(random_ids(300), keep_ratio=0.1, trace=True).trace["chunk_size"] == 10
     with daemon.client(settings={"select_chunk_size": 0}) as client, pytest.raises(ConfigError, match="CHUNK_SIZE"):
         client.compress(random_ids(300), keep_ratio=0.1)
-    with daemon.client(settings={"trace_path": "/tmp/x"}) as client, pytest.raises(ConfigError, match="trace_path"):
+    with (
+        daemon.client(settings={"trace_path": "trace.jsonl"}) as client,
+        pytest.raises(ConfigError, match="trace_path"),
+    ):
         client.compress(random_ids(300), keep_ratio=0.1)
 
 

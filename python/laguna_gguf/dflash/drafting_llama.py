@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from time import perf_counter
+from typing import Any
 
 import llama_cpp
 import numpy as np
@@ -28,6 +29,8 @@ class DraftingLlama(llama_cpp.Llama):
     _target: TargetContext
     _drafter: Drafter
     _capture: _native.HiddenCapture
+    _eval_callback: Any
+    """Its address as llama.cpp's parameters take it."""
     _evaluation: Evaluation
     _window: str
     _limit: int
@@ -39,6 +42,29 @@ class DraftingLlama(llama_cpp.Llama):
     _thread: threading.Thread
     """The one that called last."""
     _lock = threading.Lock()  # of sessions that were refused; the others have one each
+
+    # -- set-up -----------------------------------------------------------------------------------------------------
+
+    def _fit_arrays(self) -> None:
+        """Make Llama's arrays as long as the context: llama.cpp rounds n_ctx up, Llama does not."""
+        if len(self.input_ids) < self._limit:
+            ids = np.zeros(self._limit, dtype=np.intc)
+            ids[: self.n_tokens] = self._input_ids
+            self.input_ids = ids
+        if self._logits_all and len(self.scores) < self._limit:
+            self.scores = np.zeros((self._limit, self._n_vocab), dtype=np.single)
+
+    @property
+    def context_params(self) -> Any:
+        """llama.cpp's context parameters, with the capture callback installed."""
+        return self._context_params
+
+    @context_params.setter
+    def context_params(self, params: Any) -> None:
+        # Llama.__init__ assigns the parameters before it creates the context: the only moment for a callback.
+        params.cb_eval = self._eval_callback
+        params.cb_eval_user_data = self._capture.user_data_address
+        self._context_params = params
 
     # -- one caller at a time ----------------------------------------------------------------------------------------
 

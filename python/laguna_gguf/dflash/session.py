@@ -161,27 +161,6 @@ class SpecSession(DraftingLlama):
 
     # -- set-up -----------------------------------------------------------------------------------------------------
 
-    def _fit_arrays(self) -> None:
-        """Make Llama's arrays as long as the context: llama.cpp rounds n_ctx up, Llama does not."""
-        if len(self.input_ids) < self._limit:
-            ids = np.zeros(self._limit, dtype=np.intc)
-            ids[: self.n_tokens] = self._input_ids
-            self.input_ids = ids
-        if self._logits_all and len(self.scores) < self._limit:
-            self.scores = np.zeros((self._limit, self._n_vocab), dtype=np.single)
-
-    @property
-    def context_params(self) -> Any:
-        """llama.cpp's context parameters, with the capture callback installed."""
-        return self._context_params
-
-    @context_params.setter
-    def context_params(self, params: Any) -> None:
-        # Llama.__init__ assigns the parameters before it creates the context: the only moment for a callback.
-        params.cb_eval = self._eval_callback
-        params.cb_eval_user_data = self._capture.user_data_address
-        self._context_params = params
-
     @property
     def chat_handler(self) -> Any:
         """As Llama's. Raises ConfigError for a multimodal handler."""

@@ -40,7 +40,7 @@ def test_mass_is_the_oracles(qwen35: Path, request_: dict[str, Any]) -> None:
 
 def test_end_to_end_from_transformers_taps(tmp_path: Path) -> None:
     path = write_drafter(tmp_path / "d.gguf", TAP_SHAPE, seed=TAP_SEED)
-    stored = np.load(Path(__file__).parent / "data" / "qwen35_tap.npz")
+    stored = np.load(Path(__file__).parents[1] / "data" / "qwen35_tap.npz")
     expected = ReferenceScorer(path).mass(stored["taps"], (142, 150), [(50, 58, 1.0)])
     mass = make_scorer(path).score(stored["ids"], query=(142, 150), windows=[(50, 58, 1.0)]).mass
     assert np.abs(mass - expected).max() <= 1e-4 * expected.max()

@@ -13,7 +13,7 @@ from random_drafter import TINY_QWEN3, TINY_QWEN35, random_tensors, write_drafte
 from scorer_fixtures import EXACT, random_ids
 from tap_model import TAP_SEED, TAP_SHAPE, weights_checksum
 
-DATA = Path(__file__).parent / "data" / "qwen35_tap.npz"
+DATA = Path(__file__).parents[1] / "data" / "qwen35_tap.npz"
 
 
 def test_tap_is_that_of_transformers(tmp_path: Path) -> None:

@@ -10,6 +10,8 @@ from scorer_fixtures import EXACT
 
 torch = pytest.importorskip("torch", reason="training needs the extra [train]")
 
+from test_scoring_examples import PROSE, PYTHON  # noqa: E402
+
 import train_scoring_head  # noqa: E402
 import train_segment_probe  # noqa: E402
 from laguna_gguf.pflash.drafter_file import DrafterFile  # noqa: E402
@@ -21,7 +23,6 @@ from scoring.examples import Example, Question  # noqa: E402
 from scoring.features import read_example, read_examples  # noqa: E402
 from scoring.head import HeadSettings, held_out_loss, new_head, question_masses, train_head  # noqa: E402
 from scoring.probe import raw_values  # noqa: E402
-from test_scoring_examples import PROSE, PYTHON  # noqa: E402
 
 NOTES = ("The mill is red.", "The tower is tall.", "The river is deep.", "The bridge is old.")
 
