@@ -56,3 +56,19 @@ def random_probe(
 def write_random_probe(path: Path, drafter: Path, probe: SegmentProbe | None = None) -> Path:
     write_probe(path, probe or random_probe(TINY_QWEN35.n_embd), drafter)
     return path
+
+
+TIMINGS = {
+    "compress_ms",
+    "drafter_input_tokens",
+    "kept_tokens",
+    "keep_ratio",
+    "compressed_tokens",
+    "query_rule",
+    "history_queries",
+    "scorer_resume",
+    "scorer_new_tokens",
+    "scorer_forward_ms",
+    "view",
+}
+"""Keys of usage.timings.pflash, as `Compressed.timings` has them."""

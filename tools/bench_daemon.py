@@ -47,15 +47,15 @@ def daemon(*arguments: str) -> Iterator[subprocess.Popen[bytes]]:
 
 
 @contextmanager
-def llama_server(model: Path, n_ctx: int = 4096) -> Iterator[str]:
-    """Address of llama-server (xllamacpp) with a model."""
+def llama_server(model: Path, n_ctx: int = 4096, key: str = KEY) -> Iterator[str]:
+    """Address of llama-server (xllamacpp) with a model and an API key."""
     import laguna_gguf.bench.upstream as bench
 
     settings = {"path": str(model), "n_ctx": n_ctx, "n_batch": 512, "n_ubatch": 512, "n_threads": 1, "n_gpu_layers": 0}
     settings |= {"type_k": 0, "type_v": 0, "flash_attn": False, "swa_full": False, "speculative": "none"}
     program = Path(bench.__file__).with_name("llama_server.py")
     process = subprocess.Popen(
-        [sys.executable, str(program), json.dumps(settings | {"api_key": KEY})],
+        [sys.executable, str(program), json.dumps(settings | {"api_key": key})],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

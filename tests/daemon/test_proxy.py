@@ -1,10 +1,7 @@
 """The proxy in front of a real llama-server with a tiny random chat model."""
 
-import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,9 +10,9 @@ from typing import Any
 import openai
 import pytest
 
+import bench_daemon
 from daemon_tools import Daemon, eventually, running_daemon
 from laguna_gguf import PFlash, SelectionSettings
-from laguna_gguf.bench import upstream as bench_upstream
 from random_drafter import TINY_QWEN3, write_drafter
 
 pytest.importorskip("xllamacpp")
@@ -34,21 +31,8 @@ RATIO = 0.2
 def llama_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Its address."""
     path = write_drafter(tmp_path_factory.mktemp("chat") / "chat.gguf", TINY_QWEN3)
-    settings = {"path": str(path), "n_ctx": 8192, "n_batch": 512, "n_ubatch": 512, "n_threads": 1, "n_gpu_layers": 0}
-    settings |= {"type_k": 0, "type_v": 0, "flash_attn": False, "swa_full": False, "speculative": "none"}
-    program = Path(bench_upstream.__file__).with_name("llama_server.py")
-    process = subprocess.Popen(
-        [sys.executable, str(program), json.dumps(settings | {"api_key": KEY})],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-    assert process.stdout is not None
-    try:
-        yield json.loads(process.stdout.readline())["address"]
-    finally:
-        process.communicate()
+    with bench_daemon.llama_server(path, n_ctx=8192, key=KEY) as address:
+        yield address
 
 
 @pytest.fixture(scope="module")

@@ -31,22 +31,9 @@ from laguna_gguf.pflash.segmentation import segments
 from laguna_gguf.pflash.selection import Candidate, select
 from random_drafter import TINY_QWEN35, random_tensors, write_drafter
 from reference.pflash_numpy import ReferenceScorer
-from scorer_fixtures import EXACT, random_ids, write_random_probe
+from scorer_fixtures import EXACT, TIMINGS, random_ids, write_random_probe
 
 TEXT = "<|im_start|>user\n" + "The river runs by the old mill and the tower. " * 14 + "Where is the tower?<|im_end|>"
-TIMINGS = {
-    "compress_ms",
-    "drafter_input_tokens",
-    "kept_tokens",
-    "keep_ratio",
-    "compressed_tokens",
-    "query_rule",
-    "history_queries",
-    "scorer_resume",
-    "scorer_new_tokens",
-    "scorer_forward_ms",
-    "view",
-}
 
 
 def make(path: Path, settings: dict[str, Any] | None = None, **kwargs: Any) -> PFlash:

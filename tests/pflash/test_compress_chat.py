@@ -18,7 +18,7 @@ from laguna_gguf.pflash.scorer import Scores
 from laguna_gguf.pflash.scorers import Reading
 from laguna_gguf.pflash.trace import read_traces
 from laguna_gguf.pflash.trace_report import report
-from scorer_fixtures import EXACT, write_random_probe
+from scorer_fixtures import EXACT, TIMINGS, write_random_probe
 
 SYSTEM = dict(role="system", content="Answer from the ledger only.")
 
@@ -82,19 +82,7 @@ def test_a_chat_is_selected_within_its_budget(pflash: PFlash) -> None:
     assert result.text.startswith("<|im_start|>system\nAnswer from the ledger only.<|im_end|>\n<|im_start|>user\n")
     assert result.text.endswith("<|im_start|>assistant\n<think>\n")
     assert result.stop_reason == "budget_reached" and 0 < result.retained_mass < 1
-    assert set(result.timings) == {
-        "compress_ms",
-        "drafter_input_tokens",
-        "kept_tokens",
-        "keep_ratio",
-        "compressed_tokens",
-        "query_rule",
-        "history_queries",
-        "scorer_resume",
-        "scorer_new_tokens",
-        "scorer_forward_ms",
-        "view",
-    }
+    assert set(result.timings) == TIMINGS
     assert result.timings["query_rule"] == "prompt_end" and result.timings["view"] is None
     assert result.timings["keep_ratio"] == float(np.float32(0.2))
     assert result.timings["drafter_input_tokens"] == n and result.timings["compress_ms"] > 0

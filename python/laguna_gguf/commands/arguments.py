@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Callable
+from typing import Any
 
 from laguna_gguf.dflash.arguments import CACHE_TYPES
 
@@ -240,3 +241,17 @@ def _above_zero(text: str) -> float:
 
 def fraction(text: str) -> float:
     return _float(text, 0.0, 1.0, "between 0 and 1")
+
+
+def llama_keywords(args: argparse.Namespace, n_ctx: int) -> dict[str, Any]:
+    """Keywords of Llama that the options of every command which loads a target give; threads are not among them."""
+    return {
+        "n_ctx": n_ctx,
+        "n_batch": args.batch_size,
+        "n_ubatch": args.ubatch_size,
+        "n_gpu_layers": args.n_gpu_layers,
+        "type_k": CACHE_TYPES[args.cache_type_k],
+        "type_v": CACHE_TYPES[args.cache_type_v],
+        "swa_full": args.swa_full,
+        "flash_attn": args.flash_attn == "on",
+    }

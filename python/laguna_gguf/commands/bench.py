@@ -20,7 +20,6 @@ from laguna_gguf.bench.rows import Row, generation_rows, prompt_rows
 from laguna_gguf.bench.upstream import SERVER_TYPES, ServerEngine, check_xllamacpp, make_lookup
 from laguna_gguf.commands import arguments
 from laguna_gguf.commands.output import note, print_plan
-from laguna_gguf.dflash.arguments import CACHE_TYPES
 from laguna_gguf.dflash.session import SpecSession
 from laguna_gguf.dflash.target import check_target_file
 from laguna_gguf.errors import ConfigError
@@ -160,15 +159,7 @@ def _context(args: argparse.Namespace, cases: Sequence[Case], prompts: Prompts) 
 
 
 def _llama_keywords(args: argparse.Namespace, n_ctx: int) -> dict[str, Any]:
-    return {
-        "n_ctx": n_ctx,
-        "n_batch": args.batch_size,
-        "n_ubatch": args.ubatch_size,
-        "n_gpu_layers": args.n_gpu_layers,
-        "type_k": CACHE_TYPES[args.cache_type_k],
-        "type_v": CACHE_TYPES[args.cache_type_v],
-        "swa_full": args.swa_full,
-        "flash_attn": args.flash_attn == "on",
+    return arguments.llama_keywords(args, n_ctx) | {
         "n_threads": args.threads,
         "n_threads_batch": args.threads_batch or args.threads,
         "verbose": args.verbose,

@@ -12,7 +12,6 @@ import llama_cpp
 from laguna_gguf.commands import arguments
 from laguna_gguf.commands.generation import Generation, generate
 from laguna_gguf.commands.output import TokenWriter, note, print_json, print_plan
-from laguna_gguf.dflash.arguments import CACHE_TYPES
 from laguna_gguf.dflash.session import SpecSession
 from laguna_gguf.dflash.stats import Counters, SpecStats
 from laguna_gguf.dflash.synthetic import SyntheticStats
@@ -47,17 +46,7 @@ def run(args: argparse.Namespace) -> int:
     n_ctx = min(arguments.DEFAULT_CONTEXT, trained) if args.n_ctx is None else args.n_ctx or trained
     if n_ctx > trained:
         note(f"warning: -c {n_ctx} is more than the {trained} tokens the target was trained for")
-    type_k, type_v = CACHE_TYPES[args.cache_type_k], CACHE_TYPES[args.cache_type_v]
-    shared: dict[str, Any] = {
-        "n_ctx": n_ctx,
-        "n_batch": args.batch_size,
-        "n_ubatch": args.ubatch_size,
-        "n_gpu_layers": args.n_gpu_layers,
-        "type_k": type_k,
-        "type_v": type_v,
-        "swa_full": args.swa_full,
-        "flash_attn": args.flash_attn == "on",
-    }
+    shared = arguments.llama_keywords(args, n_ctx)
     print_plan(plan_memory(args.model, args.draft_model, **shared))
 
     shared |= {

@@ -9,7 +9,6 @@ from typing import Any
 
 from laguna_gguf.commands import arguments
 from laguna_gguf.commands.output import note, print_plan
-from laguna_gguf.dflash.arguments import CACHE_TYPES
 from laguna_gguf.dflash.target import check_target_file
 from laguna_gguf.errors import ConfigError
 from laguna_gguf.memory_plan import plan_memory, trained_context
@@ -100,16 +99,7 @@ def run(args: argparse.Namespace) -> int:
     n_ctx = min(arguments.DEFAULT_CONTEXT, trained) if args.n_ctx is None else args.n_ctx or trained
     if n_ctx > trained:
         note(f"warning: -c {n_ctx} is more than the {trained} tokens the target was trained for")
-    shared: dict[str, Any] = {
-        "n_ctx": n_ctx,
-        "n_batch": args.batch_size,
-        "n_ubatch": args.ubatch_size,
-        "n_gpu_layers": args.n_gpu_layers,
-        "type_k": CACHE_TYPES[args.cache_type_k],
-        "type_v": CACHE_TYPES[args.cache_type_v],
-        "swa_full": args.swa_full,
-        "flash_attn": args.flash_attn == "on",
-    }
+    shared = arguments.llama_keywords(args, n_ctx)
     settings = Settings(
         alias=args.alias or Path(args.model).name.removesuffix(".gguf"),
         sampling={

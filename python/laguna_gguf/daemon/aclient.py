@@ -11,7 +11,7 @@ from laguna_gguf.daemon import protocol, results
 from laguna_gguf.daemon.addresses import parse
 from laguna_gguf.daemon.client import CONNECT_SECONDS, GRACE_SECONDS
 from laguna_gguf.daemon.protocol import Error, Result, StatsReply, Welcome
-from laguna_gguf.errors import DaemonError, LagunaError, ProtocolError
+from laguna_gguf.errors import DaemonError, LagunaError
 from laguna_gguf.pflash.compressed import Compressed
 
 _GREETING = protocol.decoder(Welcome | Error)
@@ -96,9 +96,7 @@ class AsyncPFlashClient:
     async def stats(self) -> dict[str, Any]:
         """The daemon's counters and state."""
         reply = await self._call(protocol.Stats(0), None)
-        if not isinstance(reply, StatsReply):
-            raise ProtocolError("the daemon's reply is of another kind")
-        return reply.stats
+        return results.stats(reply)
 
     async def close(self) -> None:
         """End the connection; further calls raise DaemonError."""
@@ -114,8 +112,6 @@ class AsyncPFlashClient:
 
     async def _compressed(self, request: protocol.Compress | protocol.CompressChat) -> Compressed:
         reply = await self._call(request, request.seconds)
-        if not isinstance(reply, Result):
-            raise ProtocolError("the daemon's reply is of another kind")
         return results.compressed(reply)
 
     async def _call(

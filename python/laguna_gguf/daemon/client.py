@@ -120,9 +120,7 @@ class PFlashClient:
         """The daemon's counters and state."""
         with self._lock:
             reply = self._call(protocol.Stats(0), None)
-        if not isinstance(reply, StatsReply):
-            raise ProtocolError("the daemon's reply is of another kind")
-        return reply.stats
+        return results.stats(reply)
 
     def close(self) -> None:
         """End the connection; further calls raise DaemonError."""
@@ -138,8 +136,6 @@ class PFlashClient:
     def _compressed(self, request: Compress | CompressChat) -> Compressed:
         with self._lock:
             reply = self._call(request, request.seconds)
-        if not isinstance(reply, Result):
-            raise ProtocolError("the daemon's reply is of another kind")
         return results.compressed(reply)
 
     def _call(self, frame: Compress | CompressChat | protocol.Stats, seconds: float | None) -> Result | StatsReply:

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from laguna_gguf.daemon.protocol import Compress, CompressChat, Result, Span
-from laguna_gguf.errors import ConfigError, QueryError
+from laguna_gguf.daemon.protocol import Compress, CompressChat, Result, Span, StatsReply
+from laguna_gguf.errors import ConfigError, ProtocolError, QueryError
 from laguna_gguf.pflash.compressed import Compressed
 
 
@@ -83,8 +83,10 @@ def chat_request(
     )
 
 
-def compressed(result: Result) -> Compressed:
-    """What PFlash would have returned; `trace` is empty unless it was asked for."""
+def compressed(result: Result | StatsReply) -> Compressed:
+    """What PFlash would have returned; `trace` is empty unless it was asked for. ProtocolError for another reply."""
+    if not isinstance(result, Result):
+        raise ProtocolError("the daemon's reply is of another kind")
     return Compressed(
         ids=np.frombuffer(result.ids, "<i4").astype(np.int32),
         spans=_pairs(result.spans),
@@ -99,6 +101,13 @@ def compressed(result: Result) -> Compressed:
         inserted=[(place, text) for place, text in result.inserted],
         ceiling=result.ceiling,
     )
+
+
+def stats(reply: Result | StatsReply) -> dict[str, Any]:
+    """The daemon's counters and state. ProtocolError for another reply."""
+    if not isinstance(reply, StatsReply):
+        raise ProtocolError("the daemon's reply is of another kind")
+    return reply.stats
 
 
 def _pairs(data: bytes) -> list[Span]:
