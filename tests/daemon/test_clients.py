@@ -65,6 +65,18 @@ def test_settings_travel(daemon: Daemon) -> None:
         client.compress(random_ids(300), keep_ratio=0.1)
 
 
+def test_views_are_a_clients_choice(daemon: Daemon) -> None:
+    first = f"<|im_start|>user\n{'The river runs by the mill. ' * 30}Where?<|im_end|>\n<|im_start|>assistant\n"
+    second = first + "There.<|im_end|>\n<|im_start|>user\nAnd when?<|im_end|>\n<|im_start|>assistant\n"
+    modes = []
+    for view in (True, False):
+        with daemon.client(settings={"chat_view": view, "chat_recall_min_lift": 9.0}) as client:
+            client.compress_chat(first, keep_ratio=0.5, session="view")
+            chat = client.compress_chat(second, keep_ratio=0.5, session="view")
+            modes.append((chat.timings.get("view") or {}).get("mode"))
+    assert modes[0] in ("continue", "rebuild") and modes[1] is None
+
+
 def test_errors_are_the_librarys(client: PFlashClient) -> None:
     ids = random_ids(300)
     cases: list[tuple[type[LagunaError], dict]] = [

@@ -8,6 +8,8 @@ import pytest
 
 from daemon_tools import running_daemon
 from fake_upstream import fake_upstream
+from laguna_gguf.daemon.proxy.compression import Shortened
+from laguna_gguf.daemon.proxy.history import TRACES, History
 
 CHAT = "/v1/chat/completions"
 LONG_CHAT = {
@@ -28,6 +30,7 @@ def test_traces_pages_and_json_logs(tmp_path: Path, qwen35: Path) -> None:
         [record] = [json.loads(line) for line in trace.read_text().splitlines()]  # the second one is a repeated prompt
         page = daemon.request("GET", "/pflash").data.decode()
         assert page.count('href="/pflash/') == 2 and "repeat" in page and "http" not in page
+        assert "<dt>time saved</dt><dd>–</dd>" in page  # this server tells no timings
         detail = daemon.request("GET", "/pflash/1")
         assert "script-src" in detail.headers["content-security-policy"]
         assert "&lt;MILL" in detail.data.decode() and "<MILL" not in detail.data.decode()
@@ -40,6 +43,24 @@ def test_traces_pages_and_json_logs(tmp_path: Path, qwen35: Path) -> None:
     lines = [json.loads(line) for line in daemon.log.read_text().splitlines()]
     assert {"time", "level", "logger", "message"} <= set(lines[0])
     assert any("not compressed" in line["message"] for line in lines)
+
+
+def test_time_saved() -> None:
+    """1,000 tokens of which 600 were new, 100 sent; 50 of these read in 200 ms: 4 ms a token."""
+    history = History()
+    timings = {"compress_ms": 300.0, "drafter_input_tokens": 2000, "scorer_new_tokens": 1200}
+    for _ in range(TRACES + 1):
+        number = history.add("/completion", Shortened(b"", timings, 1000, 100))
+    oldest, *_, newest = reversed(list(history))
+    assert history.ms_per_token is None and history.saved_ms(newest) is None
+    history.answered(number, {"prompt_n": 50, "prompt_ms": 200.0})
+    history.answered(1, {"prompt_n": 0, "prompt_ms": 0.0})  # all of it was cached: says nothing of the speed
+    history.answered(2, {"prompt_n": "50"})
+    history.answered(2, {})
+    oldest, *_, newest = reversed(list(history))
+    assert history.ms_per_token == 4.0
+    assert history.saved_ms(newest) == pytest.approx((600 - 50) * 4 - 300)
+    assert history.saved_ms(oldest) is None
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")

@@ -1,5 +1,6 @@
 """The daemon as a process: its socket, signals, exit codes, and a drafter that dies."""
 
+import asyncio
 import os
 import signal
 import socket
@@ -14,7 +15,9 @@ import pytest
 from daemon_tools import COMMAND, QUICK, eventually, running_daemon
 from laguna_gguf import PFlashClient
 from laguna_gguf.daemon.fairness import CLIENT_LIMIT, FairQueue
-from laguna_gguf.daemon.protocol import CodedError
+from laguna_gguf.daemon.loading import Load
+from laguna_gguf.daemon.model import AUTO, Model
+from laguna_gguf.daemon.protocol import CodedError, Compress
 from laguna_gguf.errors import DaemonError
 from laguna_gguf.pflash.head import export_head
 from random_drafter import write_drafter
@@ -110,6 +113,32 @@ def test_a_drafter_that_is_only_there_for_requests(tmp_path: Path, qwen35: Path)
         assert client.compress(random_ids(40), keep_ratio=1.0).retained_tokens == 40
         eventually(lambda: client.stats()["state"] == "unloaded")
         assert client.stats()["drafter_pid"] is None and client.stats()["restarts"] == 0
+
+
+def test_an_idle_drafter_gives_its_memory_back(qwen35: Path) -> None:
+    request = Compress(id=0, keep_ratio=1.0, ids=random_ids(40).tobytes())
+
+    async def run() -> None:
+        model = Model(Load(str(qwen35), llama={"n_threads": 1}), residency=AUTO, idle_seconds=0.5)
+        model.start()
+        try:
+            await model.ready
+            pids = []
+            for _ in range(2):
+                for _ in range(2):  # closer together than idle_seconds: the same process
+                    assert (await model.compress(request, "one")).retained_tokens == 40
+                    pids.append(model.stats()["drafter_pid"])
+                deadline = time.monotonic() + 15
+                while model.state != "unloaded":
+                    assert time.monotonic() < deadline, "it kept its memory"
+                    await asyncio.sleep(0.02)
+                assert model.available and model.stats()["drafter_pid"] is None
+            assert pids[0] == pids[1] != pids[2] == pids[3]
+            assert model.stats()["restarts"] == 0
+        finally:
+            await model.stop()
+
+    asyncio.run(run())
 
 
 def test_tcp_with_a_token(tmp_path: Path, qwen35: Path) -> None:

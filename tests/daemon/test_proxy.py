@@ -1,6 +1,7 @@
 """The proxy in front of a real llama-server with a tiny random chat model."""
 
 import os
+import re
 import signal
 import threading
 from collections.abc import Iterator
@@ -97,6 +98,17 @@ def test_long_chats_are_compressed(client: openai.OpenAI, daemon: Daemon, qwen35
         remote = ipc.compress_chat(prompt, keep_ratio=RATIO)
     assert remote.spans == expected.spans and remote.text == expected.text
     assert remote.byte_spans == expected.byte_spans
+
+
+def test_the_time_that_was_saved(client: openai.OpenAI, daemon: Daemon) -> None:
+    for stream in (False, True):
+        answer = ask(client, [*CHAT, {"role": "user", "content": f"Once more, {stream}?"}], stream=stream)
+        for _ in answer:
+            pass
+        [number] = re.findall(r'href="/pflash/(\d+)"', daemon.request("GET", "/pflash").data.decode())[:1]
+        found = daemon.request("GET", f"/pflash/{number}").json
+        assert 0 < found["read_tokens"] <= found["served_tokens"] and isinstance(found["saved_ms"], float)
+    assert re.search(r"<dt>time saved</dt><dd>-?[0-9.,]+ s</dd>", daemon.request("GET", "/pflash").data.decode())
 
 
 def test_streams(client: openai.OpenAI) -> None:

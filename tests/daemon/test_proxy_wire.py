@@ -261,6 +261,17 @@ def test_hostile_requests(upstream: FakeUpstream, daemon: Daemon) -> None:
     assert daemon.request("POST", CHAT, {}).status == 200
 
 
+def test_five_hundred_idle_connections(upstream: FakeUpstream, daemon: Daemon) -> None:
+    begun = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 90000\r\n"
+    web = [daemon.tcp([b"", begun, begun + b"\r\n{"][n % 3]) for n in range(250)]
+    ipc = [daemon.connect(greet=n % 2 == 0) for n in range(250)]
+    assert daemon.request("POST", CHAT, LONG_CHAT).status == 200
+    assert daemon.stats()["connections"] >= 250
+    for connection in [*web, *ipc]:
+        connection.close()
+    eventually(lambda: daemon.stats()["connections"] == 1)
+
+
 def test_own_paths(upstream: FakeUpstream, daemon: Daemon) -> None:
     upstream.received.clear()
     assert daemon.request("GET", "/health").json == {"status": "ok"}

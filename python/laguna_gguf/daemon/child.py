@@ -37,7 +37,7 @@ logger = logging.getLogger("laguna_gguf.daemon.child")
 
 REQUEST_SETTINGS = frozenset(
     "select_mode select_chunk_size select_query_tokens select_query_parser select_top_p select_score select_split "
-    "chat_skeleton_tokens chat_history_queries".split()
+    "chat_skeleton_tokens chat_history_queries chat_recall_min_lift chat_view".split()
 )
 """Settings that a request can have of its own; the others belong to the loaded drafter or name files."""
 

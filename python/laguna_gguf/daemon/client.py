@@ -198,5 +198,6 @@ class PFlashClient:
 
 def _ended(stream: Stream) -> bool:
     """Whether the connection was closed, or holds something nobody asked for."""
-    readable, _, _ = select.select([stream.socket], [], [], 0)
-    return bool(readable)
+    poll = select.poll()  # select refuses descriptors from 1024 on
+    poll.register(stream.socket, select.POLLIN)
+    return bool(poll.poll(0))

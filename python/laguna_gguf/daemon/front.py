@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import contextlib
 import logging
+import resource
 import signal
 from typing import Any
 
@@ -18,10 +19,12 @@ logger = logging.getLogger(__name__)
 
 DRAIN_SECONDS = 30.0
 """For requests that run or wait when the daemon is asked to end; a second signal ends it at once."""
+MAX_DESCRIPTORS = 8192
 
 
 async def run(args: argparse.Namespace) -> int:
     """Serve until SIGTERM or SIGINT. Returns the exit code; raises LoadError, ConfigError."""
+    _allow_connections()
     token = options.read_token(args.token_file)
     config = options.load_config(args)
     with contextlib.ExitStack() as stack:
@@ -62,6 +65,15 @@ async def run(args: argparse.Namespace) -> int:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
     return 0
+
+
+def _allow_connections() -> None:
+    """Connections are descriptors, of which many systems allow a process 1024 unless it asks for more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(MAX_DESCRIPTORS, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _http_server(args: argparse.Namespace, model: Model, stack: contextlib.ExitStack) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import time
 
@@ -34,6 +35,8 @@ class Stream:
         return body
 
     def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)  # wakes a thread that is receiving; closing alone does not
         self.socket.close()
 
     def __enter__(self) -> Stream:

@@ -41,6 +41,8 @@ class Answer:
         self.ended = False
         """Whether it has all of it."""
         self.broken = False
+        self.timings: Timings = {}
+        """The upstream server's own, of an answer that was amended."""
 
     async def whole(self, response: httpx.Response) -> None:
         """Byte for byte, as it comes."""
@@ -87,7 +89,9 @@ class Answer:
                 await self._piece(piece)
             await self._end()
             return
-        data = with_timings(b"".join(parts), timings, always=True)
+        data = b"".join(parts)
+        self.timings = _own_timings(data)
+        data = with_timings(data, timings, always=True)
         headers = passed_on(response.headers.raw, drop=_LENGTH)
         await self._start(response, [*headers, (b"content-length", str(len(data)).encode())])
         await self._piece(data)
@@ -97,6 +101,8 @@ class Answer:
         await self._start(response, passed_on(response.headers.raw, drop=_LENGTH))
         try:
             async for piece in _events(response.aiter_raw()):
+                if b'"timings"' in piece:
+                    self.timings = _own_timings(piece.strip().removeprefix(b"data:"))
                 await self._piece(amended_event(piece, timings))
         except httpx.HTTPError as error:
             self._lost(error)
@@ -172,6 +178,14 @@ def _event_end(data: bytes) -> int:
     """Bytes of the first whole event; 0 where there is none."""
     ends = [at + len(mark) for mark in (b"\n\n", b"\r\n\r\n") if (at := data.find(mark)) >= 0]
     return min(ends, default=0)
+
+
+def _own_timings(data: bytes) -> Timings:
+    try:
+        timings = json.loads(data)["timings"]
+    except (ValueError, RecursionError, LookupError, TypeError):
+        return {}
+    return timings if isinstance(timings, dict) else {}
 
 
 def _is_events(response: httpx.Response) -> bool:

@@ -141,7 +141,11 @@ class App:
         # the answer has to be read, so it must not be packed
         plain = [(name, value) for name, value in headers if name not in (b"accept-encoding", b"content-type")]
         plain += [(b"accept-encoding", b"identity"), (b"content-type", b"application/json")]
-        await self._forward(scope, plain, shortened.body, answer, timings=shortened.timings)
+        number = self._history.add(scope["path"], shortened)
+        try:
+            await self._forward(scope, plain, shortened.body, answer, timings=shortened.timings)
+        finally:
+            self._history.answered(number, answer.timings)
 
     async def _shorten(self, scope: Any, body: dict[str, Any], data: bytes, headers: Headers) -> Shortened | None:
         work = self._compressor.chat if scope["path"] in CHATS else self._compressor.text
@@ -156,7 +160,6 @@ class App:
             raise
         if shortened is not None:
             self._metrics.count_compression(shortened)
-            self._history.add(scope["path"], shortened)
         return shortened
 
     async def _forward(

@@ -40,8 +40,15 @@ dt { opacity: .7; font-size: .85rem } dd { margin: 0; font-size: 1.15rem; font-v
 .bar { display: inline-block; width: 6rem; height: .6rem; border-radius: .3rem;
   background: var(--line) }
 .bar i { display: block; height: 100%; border-radius: .3rem; background: #2a7de1 }
+.note { opacity: .7; font-size: .85rem }
 .none { opacity: .7; padding: 2rem 0 }
 """
+
+
+_NOTE = (
+    '<p class="note">Saved: an estimate. The tokens that the server behind did not have to read, at the speed of its '
+    "own prompt timings, less the time that compressing took. What its cache would have held is not counted.</p>"
+)
 
 
 def respond(path: str, history: History, model: Model) -> Response:
@@ -62,6 +69,8 @@ def respond(path: str, history: History, model: Model) -> Response:
             "path": entry.path,
             "prompt_tokens": entry.prompt_tokens,
             "served_tokens": entry.served_tokens,
+            "read_tokens": entry.read_tokens,
+            "saved_ms": history.saved_ms(entry),
             "timings": entry.timings,
         }
     )
@@ -71,6 +80,7 @@ def page(history: History, model: Model) -> str:
     """The page as HTML."""
     stats = model.stats()
     entries = list(history)
+    saved = [ms for entry in entries if (ms := history.saved_ms(entry)) is not None]
     before, after = sum(e.prompt_tokens for e in entries), sum(e.served_tokens for e in entries)
     facts = {
         "drafter": stats["state"],
@@ -79,12 +89,14 @@ def page(history: History, model: Model) -> str:
         "compressed": stats["completed"],
         "last prompts": f"{before:,} tokens",
         "sent of them": f"{after:,} ({after / before:.1%})" if before else "0",
+        "time saved": _seconds(sum(saved) if saved else None),
     }
     shown = "".join(f"<div><dt>{name}</dt><dd>{html.escape(str(value))}</dd></div>" for name, value in facts.items())
-    rows = "".join(map(_row, entries))
+    rows = "".join(_row(entry, history.saved_ms(entry)) for entry in entries)
     table = (
         "<table><thead><tr><th>when</th><th class=text>path</th><th>prompt</th><th>sent</th><th class=text></th>"
-        f"<th>compressed in</th><th class=text>view</th><th>trace</th></tr></thead><tbody>{rows}</tbody></table>"
+        "<th>compressed in</th><th>saved</th><th class=text>view</th><th>details</th></tr></thead>"
+        f"<tbody>{rows}</tbody></table>{_NOTE}"
         if entries
         else '<p class="none">No prompt was long enough yet.</p>'
     )
@@ -95,7 +107,11 @@ def page(history: History, model: Model) -> str:
     )
 
 
-def _row(entry: Entry) -> str:
+def _seconds(ms: float | None) -> str:
+    return "–" if ms is None else f"{ms / 1e3:,.2f} s"
+
+
+def _row(entry: Entry, saved_ms: float | None) -> str:
     share = entry.served_tokens / max(1, entry.prompt_tokens)
     view = (entry.timings.get("view") or {}).get("mode", "")
     when = time.strftime("%H:%M:%S", time.localtime(entry.when))
@@ -103,6 +119,7 @@ def _row(entry: Entry) -> str:
         f"<tr><td>{when}</td><td class=text>{html.escape(entry.path)}</td><td>{entry.prompt_tokens:,}</td>"
         f"<td>{entry.served_tokens:,}</td>"
         f'<td class=text><span class=bar><i style="width:{min(1.0, share):.1%}"></i></span> {share:.0%}</td>'
-        f"<td>{entry.timings['compress_ms'] / 1e3:.2f} s</td><td class=text>{html.escape(str(view))}</td>"
+        f"<td>{_seconds(entry.timings['compress_ms'])}</td><td>{_seconds(saved_ms)}</td>"
+        f"<td class=text>{html.escape(str(view))}</td>"
         f'<td><a href="/pflash/{entry.number}">{entry.number}</a></td></tr>'
     )
