@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 Part = Callable[[int, int], str]
 """What is kept of the bytes [begin, end) of the rendered prompt."""
+
+
+SHORT_BYTES = 64
+"""Texts up to this length must have blanks or markers (<...>, [...]) on both sides in the prompt."""
+MAX_SEARCHED_BYTES = 1 << 29
+"""Of prompts, for the texts of one chat; those behind are kept as they are. Five hundred texts that a template changes
+in a prompt of 1 MB are within it."""
 
 
 @dataclass(frozen=True)
@@ -32,19 +40,30 @@ def locate(messages: Any, prompt: str) -> list[Content]:
     """The texts of all messages, in order.
 
     Templates escape, trim and wrap: a text that does not stand in the prompt word for word, behind the texts before it,
-    is not found. It will be kept as it is.
+    is not found. It will be kept as it is. A short text must also stand by itself, so that an "ok" is not found inside
+    the arguments of a tool call, which no message's text has to do with.
     """
     contents: list[Content] = []
     raw, at = prompt.encode("utf-8", "surrogatepass"), 0
+    searched = 0
     for message, part, text in _texts(messages):
         data = text.encode("utf-8", "surrogatepass")
-        begin = raw.find(data, at) if data.strip() else -1
+        begin = _find(raw, data, at) if data.strip() and searched < MAX_SEARCHED_BYTES else -1
+        searched += (len(raw) if begin < 0 else begin) - at
         if begin < 0:
             contents.append(Content(message, part, -1, -1, text))
             continue
         at = begin + len(data)
         contents.append(Content(message, part, begin, at, text))
     return contents
+
+
+def _find(raw: bytes, data: bytes, at: int) -> int:
+    first = raw.find(data, at)
+    if first < 0 or len(data) > SHORT_BYTES:
+        return first
+    match = re.compile(rb"(?<![^\s>\]])" + re.escape(data) + rb"(?![^\s<\[])").search(raw, first)
+    return match.start() if match else -1
 
 
 def rewritten(messages: Any, contents: list[Content], kept: Part) -> Any:
