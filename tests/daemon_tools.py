@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import http.client
-import json
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from http_tools import HttpServer, eventually
 from laguna_gguf import PFlashClient
 from laguna_gguf.daemon import protocol
 from laguna_gguf.daemon.streams import Stream
@@ -24,35 +23,8 @@ COMMAND = [sys.executable, "-m", "laguna_gguf.daemon.main"]
 QUICK = ["-t", "1"]
 
 
-def eventually(check: Callable[[], bool], seconds: float = 15) -> None:
-    """Wait until `check()` holds."""
-    end = time.monotonic() + seconds
-    while not check():
-        assert time.monotonic() < end, "it did not come true"
-        time.sleep(0.02)
-
-
 @dataclass
-class Answer:
-    """A whole HTTP answer."""
-
-    status: int
-    headers: dict[str, str]
-    data: bytes
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.data)
-
-    def refused(self, status: int, fragment: str = "") -> None:
-        """It is an error in OpenAI's shape, of this status."""
-        assert self.status == status, (self.status, self.data[:500])
-        error = self.json["error"]
-        assert error["code"] == status and error["type"] and fragment in error["message"], error
-
-
-@dataclass
-class Daemon:
+class Daemon(HttpServer):
     """A running `pflash_daemon`."""
 
     process: subprocess.Popen[str]
@@ -60,29 +32,6 @@ class Daemon:
     log: Path
     port: int = 0
     """Of the proxy."""
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    def request(
-        self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None, timeout: float = 30
-    ) -> Answer:
-        """One request to the proxy on a connection of its own; a body that is not bytes goes as JSON."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout)
-        try:
-            data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
-            connection.request(method, path, data, headers or {})
-            response = connection.getresponse()
-            return Answer(response.status, {k.lower(): v for k, v in response.getheaders()}, response.read())
-        finally:
-            connection.close()
-
-    def tcp(self, data: bytes = b"") -> socket.socket:
-        """A connection to the proxy, with this already sent."""
-        connection = socket.create_connection(("127.0.0.1", self.port), timeout=30)
-        connection.sendall(data)
-        return connection
 
     def client(self, **kwargs: Any) -> PFlashClient:
         return PFlashClient(self.socket, **kwargs)

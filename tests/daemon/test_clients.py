@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from daemon_tools import Daemon, eventually
+from daemon_tools import Daemon
+from http_tools import eventually
 from laguna_gguf import AsyncPFlashClient, PFlash, PFlashClient, SelectionSettings
 from laguna_gguf.errors import ConfigError, DaemonError, LagunaError, QueryError, SelectionError
 from laguna_gguf.pflash.hashing import file_sha256

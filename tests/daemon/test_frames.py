@@ -10,7 +10,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from daemon_tools import Daemon, eventually
+from daemon_tools import Daemon
+from http_tools import eventually
 from laguna_gguf.daemon import protocol
 from laguna_gguf.daemon.protocol import Compress, Error, Hello
 from laguna_gguf.daemon.streams import Stream

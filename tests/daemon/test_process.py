@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from daemon_tools import COMMAND, QUICK, eventually, running_daemon
+from daemon_tools import COMMAND, QUICK, running_daemon
+from http_tools import eventually
 from laguna_gguf import PFlashClient
 from laguna_gguf.daemon.fairness import CLIENT_LIMIT, FairQueue
 from laguna_gguf.daemon.loading import Load

@@ -12,7 +12,8 @@ import openai
 import pytest
 
 import bench_daemon
-from daemon_tools import Daemon, eventually, running_daemon
+from daemon_tools import Daemon, running_daemon
+from http_tools import eventually
 from laguna_gguf import PFlash, SelectionSettings
 from random_drafter import TINY_QWEN3, write_drafter
 

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from daemon_tools import Daemon, eventually, running_daemon
+from daemon_tools import Daemon, running_daemon
 from fake_upstream import FakeUpstream, fake_upstream, n_tokens, render
+from http_tools import eventually
 
 CHAT = "/v1/chat/completions"
 LONG = "The river runs by the old mill and the tower. " * 30

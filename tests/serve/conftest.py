@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from http_tools import eventually
+
 if TYPE_CHECKING:
     from serve_tools import Running
 
@@ -30,8 +32,6 @@ def alive(request: pytest.FixtureRequest) -> Iterator[None]:
     """After every test on the shared server: it answers, and nothing is left running."""
     yield
     if "server" in request.fixturenames:
-        from serve_tools import eventually
-
         here: Running = request.getfixturevalue("server")
         assert here.text(max_tokens=2).status == 200
         eventually(here.idle)

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from http_tools import eventually
 from laguna_gguf.serve.settings import Settings
-from serve_tools import CHAT, HELLO, Running, eventually, running
+from serve_tools import CHAT, HELLO, Running, running
 
 KEYS = ("first-key", "second-kéy")
 BODY = {"messages": HELLO, "max_tokens": 2}
@@ -37,9 +38,9 @@ def test_keys(locked: Running, caplog: pytest.LogCaptureFixture) -> None:
         wrong = ["", "Bearer", "Bearer ", "Bearer first", "Bearer first-key2", "first-key", "Basic first-key"]
         for value in wrong:
             answer = locked.request("POST", CHAT, BODY, {"Authorization": value})
-            answer.refused(401, "authentication_error", "API Key")
+            answer.refused(401, "API Key")
         for path in ("/v1/models", "/metrics", "/nothing"):
-            locked.get(path).refused(401, "authentication_error")
+            locked.get(path).refused(401)
         for path in ("/health", "/v1/health"):
             assert locked.get(path).status == 200
     assert "first-key" not in caplog.text
@@ -116,7 +117,7 @@ def test_metrics(server: Running) -> None:
 )
 def test_garbage(server: Running, data: bytes) -> None:
     """An error or the end of the connection; `alive` then asks whether the server is still there."""
-    with server.socket() as connection:
+    with server.tcp() as connection:
         connection.settimeout(5)
         received = b""
         try:

@@ -171,7 +171,7 @@ def test_prompts_as_tokens(server: Running) -> None:
     tokens = server.session.tokenize(b"hello there", special=True)
     assert server.text(prompt=tokens).json["choices"] == server.text().json["choices"]
     assert server.text(prompt=[tokens]).json["choices"] == server.text(prompt=["hello there"]).json["choices"]
-    server.text(prompt=[5, 10**6]).refused(400, "invalid_request_error", "token ids")
+    server.text(prompt=[5, 10**6]).refused(400, "token ids")
 
 
 def test_seeds(server: Running) -> None:
@@ -186,14 +186,14 @@ def test_seeds(server: Running) -> None:
 def test_context_is_filled(server: Running) -> None:
     answer = server.text(max_tokens=-1).json
     assert answer["choices"][0]["finish_reason"] in ("length", "stop")
-    error = server.text(prompt="word " * 600).refused(400, "exceed_context_size_error", "-c")
+    error = server.text(prompt="word " * 600).refused(400, "-c", kind="exceed_context_size_error")
     assert error["n_ctx"] == 512 <= error["n_prompt_tokens"]
     error = server.chat(messages=[{"role": "user", "content": "word " * 600}], stream=True)
-    assert error.refused(400, "exceed_context_size_error")["n_ctx"] == 512
+    assert error.refused(400, kind="exceed_context_size_error")["n_ctx"] == 512
 
 
 def test_suffix(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    server.text(suffix="return x").refused(400, "invalid_request_error", "suffix")
+    server.text(suffix="return x").refused(400, "suffix")
     for token, name in enumerate(("pre", "suf", "mid"), start=20):
         monkeypatch.setattr(llama_cpp, f"llama_vocab_fim_{name}", lambda vocabulary, token=token: token)
     before, after = (server.session.tokenize(text, add_bos=False) for text in (b"def f(", b"return x"))

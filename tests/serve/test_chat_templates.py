@@ -50,7 +50,7 @@ def test_variables(templated: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     assert templated.chat(chat_template_kwargs={}).status == 200
     assert [prompt.endswith("<think>") for prompt in seen] == [True, False, False]
     for name in ("thinking", "messages", "bos_token", "add_generation_prompt"):
-        templated.chat(chat_template_kwargs={name: True}).refused(400, "invalid_request_error", name)
+        templated.chat(chat_template_kwargs={name: True}).refused(400, name)
 
 
 def test_tools_and_calls(templated: Running, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,10 +67,10 @@ def test_tools_and_calls(templated: Running, monkeypatch: pytest.MonkeyPatch) ->
 def test_what_the_template_refuses(templated: Running) -> None:
     messages = [*HELLO, {"role": "tool", "content": "x", "tool_call_id": "1"}]
     for stream in (False, True):
-        templated.chat(messages=messages, stream=stream).refused(400, "invalid_request_error", "no tools here")
+        templated.chat(messages=messages, stream=stream).refused(400, "no tools here")
     broken = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "not json"}}
     answer = templated.chat(messages=[*HELLO, {"role": "assistant", "tool_calls": [broken]}])
-    answer.refused(400, "invalid_request_error", "template")
+    answer.refused(400, "template")
 
 
 @pytest.mark.parametrize(

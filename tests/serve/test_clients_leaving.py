@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
+from http_tools import eventually, raw_post
 from laguna_gguf.serve.settings import Limits, Settings
-from serve_tools import CHAT, HELLO, TEXT, Running, eventually, raw_post, running
+from serve_tools import CHAT, HELLO, TEXT, Running, running
 
 LONG = {"prompt": "hello there", "max_tokens": 480, "temperature": 0}
 
@@ -49,7 +50,7 @@ def brake(server: Running, monkeypatch: pytest.MonkeyPatch) -> Brake:
 @pytest.fixture
 def waiting(server: Running, brake: Brake) -> Iterator[socket.socket]:
     """A long generation that keeps the model busy until its client is closed."""
-    with server.socket(raw_post(TEXT, LONG)) as connection:
+    with server.tcp(raw_post(TEXT, LONG)) as connection:
         eventually(lambda: brake.rounds > 0)
         yield connection
 
@@ -57,7 +58,7 @@ def waiting(server: Running, brake: Brake) -> Iterator[socket.socket]:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("how", ["close", "reset", "half"])
 def test_client_leaves_while_the_model_works(server: Running, brake: Brake, stream: bool, how: str) -> None:
-    connection = server.socket(raw_post(TEXT, LONG | {"stream": stream}))
+    connection = server.tcp(raw_post(TEXT, LONG | {"stream": stream}))
     eventually(lambda: brake.rounds > 3)
     if stream:
         assert connection.recv(100).startswith(b"HTTP/1.1 200")
@@ -83,16 +84,14 @@ def test_client_leaves_during_a_long_prompt(server: Running, monkeypatch: pytest
     monkeypatch.setattr(server.session._target, "decode", slowly)
     monkeypatch.setattr(server.session._target, "n_batch", 32)
     prompt = list(range(30, 310)) + list(range(40, 190))
-    with server.socket(raw_post(TEXT, LONG | {"prompt": prompt})):
+    with server.tcp(raw_post(TEXT, LONG | {"prompt": prompt})):
         eventually(lambda: len(decodes) > 1)
     eventually(server.idle, 2)
     assert len(decodes) < 6 < len(prompt) // 32
 
 
 def test_client_leaves_the_queue(server: Running, brake: Brake, waiting: socket.socket) -> None:
-    others = [
-        server.socket(raw_post(CHAT, {"messages": HELLO, "stream": i % 2 == 0, "max_tokens": 4})) for i in range(5)
-    ]
+    others = [server.tcp(raw_post(CHAT, {"messages": HELLO, "stream": i % 2 == 0, "max_tokens": 4})) for i in range(5)]
     eventually(lambda: server.metric("laguna_requests_deferred") == 5)
     for connection in others[1:4]:
         connection.close()
@@ -108,7 +107,7 @@ def test_leaving_is_counted(server: Running, brake: Brake) -> None:
     gone = f'laguna_requests_total{{path="{TEXT}",status="499"}}'
     before = server.metric(gone)
     for stream in (False, True):
-        with server.socket(raw_post(TEXT, LONG | {"stream": stream})):
+        with server.tcp(raw_post(TEXT, LONG | {"stream": stream})):
             rounds = brake.rounds
             eventually(lambda rounds=rounds: brake.rounds > rounds + 1)
     eventually(lambda: server.metric(gone) == before + 2)
@@ -117,13 +116,13 @@ def test_leaving_is_counted(server: Running, brake: Brake) -> None:
 def test_pipelined_requests(server: Running, brake: Brake) -> None:
     """What comes before the answer is out is dropped, and the client is still noticed when it leaves."""
     short = {"prompt": "x", "max_tokens": 2}
-    with server.socket(raw_post(TEXT, short) * 3) as connection:
+    with server.tcp(raw_post(TEXT, short) * 3) as connection:
         connection.settimeout(10)
         data = b"".join(iter(lambda: connection.recv(4096), b""))
     assert data.count(b"HTTP/1.1 200") == 1
     for at_once in (True, False):
         rounds = brake.rounds
-        connection = server.socket(raw_post(TEXT, LONG) * (2 if at_once else 1))
+        connection = server.tcp(raw_post(TEXT, LONG) * (2 if at_once else 1))
         eventually(lambda rounds=rounds: brake.rounds > rounds + 5)
         if not at_once:
             connection.sendall(raw_post(TEXT, LONG))
@@ -153,7 +152,7 @@ def test_crowd(server: Running) -> None:
     refused = [answer for answer in answers if answer.status != 200]
     assert len(served) >= 33
     for answer in refused:
-        answer.refused(503, "unavailable_error", "waiting")
+        answer.refused(503, "waiting")
         assert int(answer.headers["retry-after"]) > 0
     streamed = [answer for answer in served if answer.headers["content-type"].startswith("text/event-stream")]
     texts = {"".join(chunk["choices"][0]["text"] for chunk in answer.events) for answer in streamed}
@@ -166,10 +165,10 @@ def test_crowd(server: Running) -> None:
 def test_queue_limit(tiny_target: Path, tiny_drafter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with running(tiny_target, tiny_drafter, Settings("tiny", limits=Limits(queue=1))) as here:
         brake = Brake(here, monkeypatch)
-        with here.socket(raw_post(TEXT, LONG)), here.socket(raw_post(TEXT, LONG)):
+        with here.tcp(raw_post(TEXT, LONG)), here.tcp(raw_post(TEXT, LONG)):
             eventually(lambda: brake.rounds > 0 and here.metric("laguna_requests_deferred") == 1)
             refused = here.text()
-            refused.refused(503, "unavailable_error")
+            refused.refused(503)
             assert refused.headers["retry-after"]
             assert here.get("/health").status == 200
         eventually(here.idle)
@@ -180,9 +179,9 @@ def test_stalled_clients(tiny_target: Path, tiny_drafter: Path) -> None:
     """Headers, bodies and answers that do not get on are given up; others are served meanwhile."""
     limits = Limits(header_seconds=0.5, body_seconds=0.5, send_seconds=0.5)
     with running(tiny_target, tiny_drafter, Settings("tiny", limits=limits)) as here:
-        silent, slow_header = here.socket(), here.socket(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n")
-        slow_body = here.socket(raw_post(TEXT, b'{"prompt"', length=100))
-        second = here.socket(raw_post(TEXT, {"prompt": "x", "max_tokens": 1}))
+        silent, slow_header = here.tcp(), here.tcp(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n")
+        slow_body = here.tcp(raw_post(TEXT, b'{"prompt"', length=100))
+        second = here.tcp(raw_post(TEXT, {"prompt": "x", "max_tokens": 1}))
         assert b"200 OK" in second.recv(4096)
         second.sendall(b"GET /health HT")
         assert here.text(max_tokens=2).status == 200
@@ -218,7 +217,7 @@ def test_loading(tiny_target: Path, tiny_drafter: Path) -> None:
             assert answer.status == 503 and answer.headers["retry-after"]
             assert answer.json == {"error": {"code": 503, "message": "Loading model", "type": "unavailable_error"}}
         key = {"Authorization": "Bearer k"}
-        here.request("POST", CHAT, {"messages": HELLO}, key).refused(503, "unavailable_error", "Loading")
+        here.request("POST", CHAT, {"messages": HELLO}, key).refused(503, "Loading")
         assert here.request("GET", "/v1/models", headers=key).status == 200
         assert here.request("GET", "/metrics", headers=key).status == 200
         gate.set()
@@ -239,7 +238,7 @@ def test_ending_tells_those_who_wait(
             here.server.should_exit = True
             for answer in (future.result() for future in answers):
                 if answer.status == 503:
-                    answer.refused(503, "unavailable_error", "ending")
+                    answer.refused(503, "ending")
                 else:
                     assert stream and '"unavailable_error"' in answer.data.decode()
     assert here.session._closed

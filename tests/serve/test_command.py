@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 import soak_serve
+from http_tools import Answer, eventually
 from laguna_gguf.cli import main
-from serve_tools import TEXT, Answer, Running, eventually
+from serve_tools import TEXT, Running
 
 
 class Process(Running):
@@ -67,7 +68,7 @@ def test_starts_and_ends(tiny_target: Path, tiny_drafter: Path, tmp_path: Path, 
         assert len({answer.json["choices"][0]["text"] for answer in answers}) == 1  # --temp 0 is the default
         assert answers[0].json["model"] == "mine" and "draft_n" not in answers[0].json["timings"]
         assert ask("c").status == 401
-        with here.socket() as idle:
+        with here.tcp() as idle:
             code, rest = here.end(number)
             assert idle.recv(10) == b""
         assert code == 0
@@ -79,7 +80,7 @@ def test_ends_while_it_works(tiny_target: Path, tiny_drafter: Path) -> None:
         eventually(lambda: here.get("/health").status == 200, 60)
         body = b'{"prompt": "x", "max_tokens": 480, "stream": true, "logit_bias": {"2": -1000, "24": -1000}}'
         request = f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
-        with here.socket(request) as connection, here.socket(request) as other:
+        with here.tcp(request) as connection, here.tcp(request) as other:
             assert connection.recv(10)
             code, rest = here.end(signal.SIGTERM)
             assert other.recv(10)

@@ -10,7 +10,8 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from serve_tools import Running, eventually
+from http_tools import eventually
+from serve_tools import Running
 
 TOOL: Any = {
     "type": "function",

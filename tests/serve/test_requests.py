@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from serve_tools import CHAT, HELLO, TEXT, Running, raw_post
+from http_tools import raw_post
+from serve_tools import CHAT, HELLO, TEXT, Running
 
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
 OTHER = {"type": "function", "function": {"name": "other"}}
@@ -73,9 +74,9 @@ def test_every_field_with_every_type(server: Running, path: str, field: str) -> 
     ],
 )
 def test_refused_on_both_routes(server: Running, body: dict[str, Any], fragments: list[str]) -> None:
-    server.chat(**body).refused(400, "invalid_request_error", *fragments)
-    server.text(**body).refused(400, "invalid_request_error", *fragments)
-    server.text(**body, stream=True).refused(400, "invalid_request_error", *fragments)
+    server.chat(**body).refused(400, *fragments)
+    server.text(**body).refused(400, *fragments)
+    server.text(**body, stream=True).refused(400, *fragments)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +110,7 @@ def test_refused_on_both_routes(server: Running, body: dict[str, Any], fragments
     ],
 )
 def test_refused_chats(server: Running, body: dict[str, Any], fragments: list[str]) -> None:
-    server.chat(**body).refused(400, "invalid_request_error", *fragments)
+    server.chat(**body).refused(400, *fragments)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +131,7 @@ def test_refused_chats(server: Running, body: dict[str, Any], fragments: list[st
     ],
 )
 def test_refused_completions(server: Running, body: dict[str, Any], fragments: list[str]) -> None:
-    server.text(**body).refused(400, "invalid_request_error", *fragments)
+    server.text(**body).refused(400, *fragments)
 
 
 def test_what_asks_for_nothing_is_accepted(server: Running) -> None:
@@ -179,14 +180,14 @@ def test_text_that_is_odd_but_text(server: Running) -> None:
 def test_large_bodies(server: Running) -> None:
     limit = server.server.worker._limits.body_bytes
     head = raw_post(TEXT, b"", length=limit + 1)
-    with server.socket(head) as connection:
+    with server.tcp(head) as connection:
         connection.sendall(b"x" * 1000)
         received = b""
         while b"\r\n\r\n" not in received:
             received += connection.recv(4096)
     assert received.startswith(b"HTTP/1.1 413")
     chunk = b"10000\r\n" + b" " * 0x10000 + b"\r\n"
-    with server.socket(f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n".encode()) as connection:
+    with server.tcp(f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n".encode()) as connection:
         for _ in range(limit // 0x10000 + 2):
             connection.sendall(chunk)
         connection.sendall(b"0\r\n\r\n")
@@ -195,10 +196,10 @@ def test_large_bodies(server: Running) -> None:
 
 
 def test_other_paths_and_methods(server: Running) -> None:
-    server.get("/nothing").refused(404, "not_found_error", "/nothing")
+    server.get("/nothing").refused(404, "/nothing")
     server.get(CHAT).refused(405)
     server.request("POST", "/health").refused(405)
-    server.get("/v1/models/absent").refused(404, "not_found_error", "tiny")
+    server.get("/v1/models/absent").refused(404, "tiny")
     assert server.get("/v1/models/tiny").json["id"] == "tiny"
 
 
@@ -210,8 +211,8 @@ def test_models(server: Running) -> None:
 
 def test_no_logits_no_logprobs(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server.session, "_logits_all", False)
-    server.text(logprobs=1).refused(400, "invalid_request_error", "logprobs", "--logits-all")
-    server.chat(logprobs=True).refused(400, "invalid_request_error", "logprobs")
+    server.text(logprobs=1).refused(400, "logprobs", "--logits-all")
+    server.chat(logprobs=True).refused(400, "logprobs")
 
 
 def test_errors_of_the_session_stay_inside(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,7 +223,7 @@ def test_errors_of_the_session_stay_inside(server: Running, monkeypatch: pytest.
 
     with monkeypatch.context() as patch:
         patch.setattr(server.session, "create_completion", fails)
-        error = server.text().refused(500, "server_error")
+        error = server.text().refused(500)
         assert "secret" not in json.dumps(error)
     verify = server.session.verify
     calls = iter(range(100))
