@@ -4,7 +4,17 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from laguna_gguf.dflash.arguments import CACHE_TYPES
+from laguna_gguf.argument_types import (
+    MAX_INTEGER,
+    at_least_zero,
+    count,
+    fraction,
+    gpu_layers,
+    integer,
+    number,
+    positive,
+)
+from laguna_gguf.llama_arguments import CACHE_TYPES
 
 DEFAULT_CONTEXT = 4096
 """Context when -c is not given and the model was trained for at least as much."""
@@ -50,7 +60,7 @@ def add_sampling(
 ) -> None:
     """--temp and the other settings of the target's sampler."""
     group = parser.add_argument_group(title)
-    group.add_argument("--temp", type=_at_least_zero, default=0.8, metavar="T", help="0 is greedy; default 0.8")
+    group.add_argument("--temp", type=at_least_zero, default=0.8, metavar="T", help="0 is greedy; default 0.8")
     group.add_argument("--top-k", type=int, default=40, metavar="N", help="default 40, 0 = off")
     group.add_argument("--top-p", type=fraction, default=0.95, metavar="P", help="default 0.95, 1 = off")
     group.add_argument("--min-p", type=fraction, default=0.05, metavar="P", help="default 0.05, 0 = off")
@@ -74,7 +84,7 @@ def add_runtime(parser: argparse.ArgumentParser) -> None:
         "--gpu-layers",
         "--n-gpu-layers",
         dest="n_gpu_layers",
-        type=_gpu_layers,
+        type=gpu_layers,
         default=-1,
         metavar="N",
         help="layers to put on GPUs, a number or 'all' (the default; without a GPU it means nothing)",
@@ -162,10 +172,10 @@ def check_cache(parser: argparse.ArgumentParser, args: argparse.Namespace) -> No
         parser.error(f"-ctv {args.cache_type_v} needs -fa on")
 
 
-def numbers(low: int, high: int = 2**31 - 1) -> Callable[[str], tuple[int, ...]]:
+def numbers(low: int, high: int = MAX_INTEGER) -> Callable[[str], tuple[int, ...]]:
     """argparse type: integers in low..high, separated by commas."""
     what = f"a list of numbers >= {low}"
-    return lambda text: tuple(_int(part, low, high, what) for part in text.split(","))
+    return lambda text: tuple(integer(part, low, high, what) for part in text.split(","))
 
 
 def depths(text: str) -> tuple[int | str, ...]:
@@ -173,74 +183,27 @@ def depths(text: str) -> tuple[int | str, ...]:
     return tuple(dict.fromkeys(_draft_max(part) for part in text.split(",")))
 
 
-def temperature(text: str) -> float:
-    """argparse type: a number >= 0."""
-    return _at_least_zero(text)
-
-
-def positive(text: str) -> int:
-    """argparse type: an integer >= 1."""
-    return _int(text, 1, 2**31 - 1, "a number >= 1")
-
-
-def _int(text: str, low: int, high: int, what: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = low - 1
-    if not low <= value <= high:
-        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
-    return value
-
-
-def _float(text: str, low: float, high: float, what: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = float("nan")
-    if not low <= value <= high:  # false for nan
-        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
-    return value
-
-
-def count(text: str) -> int:
-    """argparse type: an integer >= 0."""
-    return _int(text, 0, 2**31 - 1, "a number >= 0")
-
-
 def _n_predict(text: str) -> int:
-    value = _int(text, -1, 2**31 - 1, "-1 or a number >= 1")
+    value = integer(text, -1, MAX_INTEGER, "-1 or a number >= 1")
     if value == 0:
         raise argparse.ArgumentTypeError("0 is not -1 or a number >= 1")
     return value
 
 
 def _seed(text: str) -> int:
-    return _int(text, -1, 2**32 - 2, "-1 or a number below 4294967295")
-
-
-def _gpu_layers(text: str) -> int:
-    return -1 if text == "all" else _int(text, -1, 2**31 - 1, "a number or 'all'")
+    return integer(text, -1, 2**32 - 2, "-1 or a number below 4294967295")
 
 
 def _draft_max(text: str) -> int | str:
-    return text if text == "auto" else _int(text, 0, 2**31 - 1, "a number >= 0 or 'auto'")
+    return text if text == "auto" else integer(text, 0, MAX_INTEGER, "a number >= 0 or 'auto'")
 
 
 def _synth_len(text: str) -> float:
-    return _float(text, 1.0, 1e9, "a number of tokens a round, >= 1")
-
-
-def _at_least_zero(text: str) -> float:
-    return _float(text, 0.0, 1e9, "a number >= 0")
+    return number(text, 1.0, 1e9, "a number of tokens a round, >= 1")
 
 
 def _above_zero(text: str) -> float:
-    return _float(text, 1e-9, 1e9, "a number > 0")
-
-
-def fraction(text: str) -> float:
-    return _float(text, 0.0, 1.0, "between 0 and 1")
+    return number(text, 1e-9, 1e9, "a number > 0")
 
 
 def llama_keywords(args: argparse.Namespace, n_ctx: int) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import llama_cpp
 
+from laguna_gguf.argument_types import at_least_zero, positive
 from laguna_gguf.bench import report
 from laguna_gguf.bench.check import Checked, check
 from laguna_gguf.bench.costs import measure_costs
@@ -62,7 +63,7 @@ def add_parser(subparsers: Any) -> None:
     tests.add_argument("-p", "--n-prompt", type=count, default=(512,), metavar="N,...", help="default 512, 0 = none")
     tests.add_argument("-n", "--n-gen", type=count, default=(128,), metavar="N,...", help="default 128, 0 = none")
     tests.add_argument("-d", "--n-depth", type=count, default=(0,), metavar="N,...", help="context before, default 0")
-    tests.add_argument("-r", "--repetitions", type=arguments.positive, metavar="N", help="default 5, with --check 3")
+    tests.add_argument("-r", "--repetitions", type=positive, metavar="N", help="default 5, with --check 3")
     tests.add_argument(
         "--spec-draft-n-max",
         type=arguments.depths,
@@ -73,7 +74,7 @@ def add_parser(subparsers: Any) -> None:
     tests.add_argument(
         "--kinds", type=lambda text: tuple(text.split(",")), default=(), metavar="K,...", help="only these"
     )
-    tests.add_argument("--temp", type=arguments.temperature, default=0.0, metavar="T", help="default 0, greedy")
+    tests.add_argument("--temp", type=at_least_zero, default=0.0, metavar="T", help="default 0, greedy")
     arguments.add_synthetic(tests)
     more = parser.add_argument_group("more")
     more.add_argument("--costs", action="store_true", help="also measure drafting and verifying alone")

@@ -12,10 +12,10 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from laguna_gguf.commands import arguments
+from laguna_gguf.argument_types import fraction, positive
 from laguna_gguf.commands.output import console, note, print_json
 from laguna_gguf.errors import ConfigError
-from laguna_gguf.pflash.arguments import add_curve, add_drafter, keep_ratio
+from laguna_gguf.pflash.arguments import add_curve, add_drafter
 from laguna_gguf.pflash.candidates import merge
 from laguna_gguf.pflash.compress import PFlash
 from laguna_gguf.pflash.compressed import Compressed
@@ -39,15 +39,15 @@ def add_parser(subparsers: Any) -> None:
     group = parser.add_argument_group("drafter")
     add_drafter(group, "Qwen3.5 or Qwen3-0.6B GGUF; default: the demo drafter of the package")
     group.add_argument("-ngl", "--gpu-layers", dest="n_gpu_layers", type=int, default=0, metavar="N", help="default 0")
-    group.add_argument("-t", "--threads", type=arguments.positive, metavar="N", help="default: all cores")
-    group.add_argument("-ub", "--ubatch-size", type=arguments.positive, default=512, metavar="N", help="default 512")
+    group.add_argument("-t", "--threads", type=positive, metavar="N", help="default: all cores")
+    group.add_argument("-ub", "--ubatch-size", type=positive, default=512, metavar="N", help="default 512")
     group.add_argument("-fa", "--flash-attn", choices=("on", "off"), default="off", help="less memory on long inputs")
     group = parser.add_argument_group("text")
     group.add_argument("-f", "--file", default="-", metavar="FILE", help="the text; default -, standard input")
     ratio = group.add_mutually_exclusive_group(required=True)
     ratio.add_argument(
         "--prefill-keep-ratio",
-        type=keep_ratio,
+        type=fraction,
         metavar="R",
         help="share of what may be dropped that is kept, 0 to 1",
     )

@@ -15,6 +15,7 @@ from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
+from laguna_gguf.argument_types import positive
 from laguna_gguf.bench.text import repetition
 from laguna_gguf.commands import arguments
 from laguna_gguf.commands.generation import Generation, generate
@@ -86,7 +87,7 @@ def add_parser(subparsers: Any) -> None:
         "drafts, and compare text and speed. Nothing is downloaded.",
         allow_abbrev=False,
     )
-    parser.add_argument("-t", "--threads", type=arguments.positive, metavar="N", help="default: at most 2, 1 when busy")
+    parser.add_argument("-t", "--threads", type=positive, metavar="N", help="default: at most 2, 1 when busy")
     arguments.add_output(parser)
     parser.set_defaults(run=run)
 

@@ -11,13 +11,13 @@ import llama_cpp
 
 from laguna_gguf.commands import arguments
 from laguna_gguf.commands.generation import Generation, generate
-from laguna_gguf.commands.output import TokenWriter, note, print_json, print_plan
+from laguna_gguf.commands.output import TokenWriter, note, print_json
+from laguna_gguf.commands.plan import planned_keywords
 from laguna_gguf.dflash.session import SpecSession
 from laguna_gguf.dflash.stats import Counters, SpecStats
 from laguna_gguf.dflash.synthetic import SyntheticStats
 from laguna_gguf.dflash.target import check_target_file
 from laguna_gguf.llama_text import tokenizable
-from laguna_gguf.memory_plan import plan_memory, trained_context
 
 
 def add_parser(subparsers: Any) -> None:
@@ -42,12 +42,7 @@ def run(args: argparse.Namespace) -> int:
     prompt = _read_prompt(args)
     if args.draft_model is not None:
         check_target_file(args.model)  # before the plan, which would be that of a mistake
-    trained = trained_context(args.model)
-    n_ctx = min(arguments.DEFAULT_CONTEXT, trained) if args.n_ctx is None else args.n_ctx or trained
-    if n_ctx > trained:
-        note(f"warning: -c {n_ctx} is more than the {trained} tokens the target was trained for")
-    shared = arguments.llama_keywords(args, n_ctx)
-    print_plan(plan_memory(args.model, args.draft_model, **shared))
+    shared = planned_keywords(args)
 
     shared |= {
         "n_threads": args.threads,

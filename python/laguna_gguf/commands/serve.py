@@ -7,11 +7,12 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
+from laguna_gguf.argument_types import count, port, positive
 from laguna_gguf.commands import arguments
-from laguna_gguf.commands.output import note, print_plan
+from laguna_gguf.commands.output import note
+from laguna_gguf.commands.plan import planned_keywords
 from laguna_gguf.dflash.target import check_target_file
 from laguna_gguf.errors import ConfigError
-from laguna_gguf.memory_plan import plan_memory, trained_context
 from laguna_gguf.pflash.arguments import add_drafter, add_policy, policy_keywords
 
 _PACKAGES = ("starlette", "uvicorn", "prometheus_client")
@@ -49,7 +50,7 @@ def add_parser(subparsers: Any) -> None:
 def _add_server(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("server")
     group.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="address to listen on; default 127.0.0.1")
-    group.add_argument("--port", type=_port, default=8080, metavar="N", help="default 8080; 0: a free one")
+    group.add_argument("--port", type=port, default=8080, metavar="N", help="default 8080; 0: a free one")
     group.add_argument("-a", "--alias", metavar="NAME", help="the model's name; default: the file's")
     group.add_argument(
         "--api-key", metavar="KEY[,KEY]", help="keys that clients must send; other users of this machine can see it"
@@ -57,7 +58,7 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--api-key-file", metavar="FILE", help="a file with one key a line")
     group.add_argument(
         "--queue-limit",
-        type=arguments.count,
+        type=count,
         default=32,
         metavar="N",
         help="requests that may wait for the model; further ones are answered 503; default 32",
@@ -67,9 +68,7 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
         metavar="ORIGIN[,ORIGIN]",
         help="web pages that may call the server, like http://localhost:3000, or *; default: none",
     )
-    group.add_argument(
-        "-np", "--parallel", type=arguments.positive, default=1, metavar="N", help="only 1: one sequence"
-    )
+    group.add_argument("-np", "--parallel", type=positive, default=1, metavar="N", help="only 1: one sequence")
 
 
 def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
@@ -95,11 +94,7 @@ def run(args: argparse.Namespace) -> int:
     from laguna_gguf.serve.settings import Limits, Settings
 
     check_target_file(args.model)
-    trained = trained_context(args.model)
-    n_ctx = min(arguments.DEFAULT_CONTEXT, trained) if args.n_ctx is None else args.n_ctx or trained
-    if n_ctx > trained:
-        note(f"warning: -c {n_ctx} is more than the {trained} tokens the target was trained for")
-    shared = arguments.llama_keywords(args, n_ctx)
+    shared = planned_keywords(args)
     settings = Settings(
         alias=args.alias or Path(args.model).name.removesuffix(".gguf"),
         sampling={
@@ -114,7 +109,6 @@ def run(args: argparse.Namespace) -> int:
         cors_origins=tuple(_listed(args.cors_origins)),
         limits=Limits(queue=args.queue_limit),
     )
-    print_plan(plan_memory(args.model, args.draft_model, **shared))
 
     def load() -> ServedSession:
         policy = {f"prefill_{name}": value for name, value in policy_keywords(args).items()}
@@ -178,10 +172,3 @@ def _keys(args: argparse.Namespace) -> tuple[str, ...]:
 
 def _listed(text: str | None) -> list[str]:
     return [part.strip() for part in (text or "").split(",") if part.strip()]
-
-
-def _port(text: str) -> int:
-    value = arguments.count(text)
-    if value > 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a port in 0..65535")
-    return value

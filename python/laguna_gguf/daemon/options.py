@@ -6,20 +6,18 @@ import argparse
 import importlib.metadata
 import logging
 import os
-import re
 from typing import Any
 
+from laguna_gguf.argument_types import count, gpu_layers, port, positive
 from laguna_gguf.daemon.loading import Load
 from laguna_gguf.daemon.logs import PROGRAM
 from laguna_gguf.daemon.model import AUTO, PERSISTENT, REQUEST_SCOPED
 from laguna_gguf.errors import ConfigError
+from laguna_gguf.pflash.arguments import add_drafter, add_policy
 from laguna_gguf.pflash.demo import demo_scorer
 from laguna_gguf.pflash.settings import SelectionSettings
 
 logger = logging.getLogger(__name__)
-
-DEFAULT_THRESHOLD = 32000
-DEFAULT_KEEP_RATIO = 0.05
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -33,15 +31,11 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {version()}")
     group = parser.add_argument_group("drafter")
-    group.add_argument(
-        "--prefill-drafter", metavar="F", help="Qwen3.5 or Qwen3-0.6B GGUF; default: the demo drafter of the package"
-    )
-    group.add_argument("--scoring-head", metavar="F", help="GGUF that replaces the drafter's own scoring rows")
-    group.add_argument("--segment-probe", metavar="F", help="GGUF that finds where units of text begin")
-    group.add_argument("-c", "--ctx-size", type=_count, default=0, metavar="N", help="longest prompt; default: any")
-    group.add_argument("-ngl", "--gpu-layers", type=int, default=0, metavar="N", help="default 0; -1: all")
-    group.add_argument("-t", "--threads", type=_positive, metavar="N", help="default: all cores")
-    group.add_argument("-ub", "--ubatch-size", type=_positive, default=512, metavar="N", help="default 512")
+    add_drafter(group, "Qwen3.5 or Qwen3-0.6B GGUF; default: the demo drafter of the package")
+    group.add_argument("-c", "--ctx-size", type=count, default=0, metavar="N", help="longest prompt; default: any")
+    group.add_argument("-ngl", "--gpu-layers", type=gpu_layers, default=0, metavar="N", help="default 0; 'all': all")
+    group.add_argument("-t", "--threads", type=positive, metavar="N", help="default: all cores")
+    group.add_argument("-ub", "--ubatch-size", type=positive, default=512, metavar="N", help="default 512")
     group.add_argument("-fa", "--flash-attn", choices=("on", "off"), default="off", help="less memory on long inputs")
     group.add_argument(
         "--draft-residency",
@@ -55,7 +49,7 @@ def build_parser() -> argparse.ArgumentParser:
     group.add_argument("--token-file", metavar="F", help="its first line is what clients of a TCP address must send")
     group = parser.add_argument_group("stdio")
     group.add_argument("--stdio", action="store_true", help="commands on standard input, int32 replies on --stream-fd")
-    group.add_argument("--stream-fd", type=_count, metavar="N", help="file descriptor for the replies")
+    group.add_argument("--stream-fd", type=count, metavar="N", help="file descriptor for the replies")
     _add_proxy(parser.add_argument_group("proxy"))
     group = parser.add_argument_group("output")
     group.add_argument("--trace", metavar="F", help="append a JSON object for each compression; also PFLASH_TRACE_PATH")
@@ -67,28 +61,8 @@ def build_parser() -> argparse.ArgumentParser:
 def _add_proxy(group: Any) -> None:
     group.add_argument("--upstream", metavar="URL", help="llama-server to stand in front of")
     group.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="address to listen on; default 127.0.0.1")
-    group.add_argument("--port", type=_port, default=8100, metavar="N", help="default 8100; 0: a free one")
-    group.add_argument(
-        "--prefill-compression",
-        choices=("off", "auto", "always"),
-        default="auto",
-        help="auto: prompts from the threshold on; default auto",
-    )
-    group.add_argument(
-        "--prefill-threshold",
-        type=_count,
-        default=DEFAULT_THRESHOLD,
-        metavar="N",
-        help=f"droppable target tokens; default {DEFAULT_THRESHOLD}",
-    )
-    group.add_argument(
-        "--prefill-keep-ratio",
-        type=_fraction,
-        default=DEFAULT_KEEP_RATIO,
-        metavar="R",
-        help=f"share of what may be dropped that is kept; default {DEFAULT_KEEP_RATIO}",
-    )
-    group.add_argument("--prefill-curve", metavar="'TOK:RATIO ...'", help="keep ratio by prompt length instead")
+    group.add_argument("--port", type=port, default=8100, metavar="N", help="default 8100; 0: a free one")
+    add_policy(group, "auto")
     group.add_argument(
         "--on-error",
         choices=("fail", "passthrough"),
@@ -161,31 +135,3 @@ def read_token(file: str | None) -> str | None:
 def version() -> str:
     """Of the package."""
     return importlib.metadata.version("laguna-gguf")
-
-
-def _count(text: str) -> int:
-    if not re.fullmatch(r"[0-9]{1,9}", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number >= 0")
-    return int(text)
-
-
-def _positive(text: str) -> int:
-    if (value := _count(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number >= 1")
-    return value
-
-
-def _port(text: str) -> int:
-    if (value := _count(text)) > 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a port in 0..65535")
-    return value
-
-
-def _fraction(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number in 0..1")
-    return value

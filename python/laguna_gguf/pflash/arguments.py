@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import math
 from typing import Any
 
+from laguna_gguf.argument_types import count, fraction
 from laguna_gguf.errors import ConfigError
 from laguna_gguf.pflash.keep_ratio import Curve
 from laguna_gguf.pflash.prefill import COMPRESSION, DEFAULT_KEEP_RATIO, DEFAULT_THRESHOLD
@@ -28,14 +28,14 @@ def add_policy(group: Any, compression: str) -> None:
     )
     group.add_argument(
         "--prefill-threshold",
-        type=threshold,
+        type=count,
         default=DEFAULT_THRESHOLD,
         metavar="N",
         help=f"droppable target tokens; default {DEFAULT_THRESHOLD}",
     )
     group.add_argument(
         "--prefill-keep-ratio",
-        type=keep_ratio,
+        type=fraction,
         default=DEFAULT_KEEP_RATIO,
         metavar="R",
         help=f"share of what may be dropped that is kept; default {DEFAULT_KEEP_RATIO}",
@@ -58,24 +58,6 @@ def policy_keywords(args: argparse.Namespace) -> dict[str, Any]:
         "keep_ratio": args.prefill_keep_ratio,
         "curve": args.prefill_curve,
     }
-
-
-def keep_ratio(text: str) -> float:
-    """argparse type: a number in [0, 1]."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not between 0 and 1")
-    return value
-
-
-def threshold(text: str) -> int:
-    """argparse type: an integer >= 0."""
-    if not (text.isascii() and text.isdecimal()):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number >= 0")
-    return int(text)
 
 
 def curve(text: str) -> Curve:

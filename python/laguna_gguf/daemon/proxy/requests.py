@@ -33,12 +33,12 @@ class Policy:
 
     @classmethod
     def from_arguments(cls, args: argparse.Namespace) -> Policy:
-        """The daemon's. ConfigError for a curve that is none."""
+        """The daemon's."""
         return cls(
             compression=args.prefill_compression,
             threshold=args.prefill_threshold,
             keep_ratio=args.prefill_keep_ratio,
-            curve=None if args.prefill_curve is None else Curve.parse(args.prefill_curve),
+            curve=args.prefill_curve,
         )
 
     def ratio(self, n_tokens: int) -> float:
