@@ -70,8 +70,9 @@ class History:
         """Note the `timings` of llama-server's answer; others are ignored."""
         place = self._number - number
         tokens, ms = timings.get("prompt_n"), timings.get("prompt_ms")
-        is_known = isinstance(tokens, int) and isinstance(ms, int | float) and tokens > 0 and ms >= 0
-        if is_known and place < len(self._entries):
+        if not isinstance(tokens, int) or not isinstance(ms, int | float) or tokens <= 0 or ms < 0:
+            return
+        if place < len(self._entries):  # still among the last ones
             self._entries[place] = replace(self._entries[place], read_tokens=tokens, read_ms=float(ms))
 
     @property
