@@ -1,10 +1,13 @@
 """PFlashClient and AsyncPFlashClient: the library's answers and errors from another process."""
 
 import asyncio
+import gc
+import os
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -125,9 +128,83 @@ def test_absent_daemon(tmp_path: Path) -> None:
             await AsyncPFlashClient(tmp_path / "absent.sock").stats()
 
     asyncio.run(absent())
-    for address in ("", "tcp://10.0.0.1:80", "tcp://127.0.0.1", "tcp://localhost:port"):
-        with pytest.raises(ConfigError):
-            PFlashClient(address)
+
+
+NO_ADDRESSES = ["", None, 5, "tcp://", "tcp://10.0.0.1:80", "tcp://127.0.0.1:99999", "tcp://127.0.0.1", "x\0y"]
+
+
+@pytest.mark.parametrize("address", NO_ADDRESSES)
+    "address", ["", None, 5, "tcp://", "tcp://10.0.0.1:80", "tcp://127.0.0.1:99999", "tcp://127.0.0.1", "x\0y"]
+)
+@pytest.mark.parametrize("kind", [PFlashClient, AsyncPFlashClient])
+def test_no_addresses(kind: Any, address: Any) -> None:
+    with pytest.raises(ConfigError, match=r"needed (a path|tcp://)"):
+        kind(address)
+
+
+def test_a_forked_process_has_a_connection_of_its_own(client: PFlashClient) -> None:
+    ids = random_ids(40)
+    client.compress(ids, keep_ratio=1.0)
+    child = os.fork()
+    if child == 0:
+        try:
+            os._exit(client.compress(ids[:30], keep_ratio=1.0).retained_tokens)
+        finally:
+            os._exit(1)
+    assert client.compress(ids, keep_ratio=1.0).retained_tokens == 40
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 30
+    assert client.compress(ids, keep_ratio=1.0).retained_tokens == 40
+
+
+def test_closing_ends_a_call_of_another_thread(daemon: Daemon) -> None:
+    failures: list[Exception] = []
+    client = daemon.client()
+    client.stats()
+
+    def call() -> None:
+        try:
+            client.compress(random_ids(8000), keep_ratio=0.1)
+        except DaemonError as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    eventually(lambda: daemon.stats()["running"] == 1)
+    client.close()
+    thread.join(5)
+    assert not thread.is_alive() and len(failures) == 1
+
+
+def test_event_loops(daemon: Daemon) -> None:
+    client = AsyncPFlashClient(daemon.socket)
+
+    async def call() -> int:
+        return (await client.compress(random_ids(40), keep_ratio=1.0)).retained_tokens
+
+    assert [asyncio.run(call()) for _ in range(2)] == [40, 40]
+
+    async def with_another_beside() -> None:
+        assert await call() == 40
+        with pytest.raises(DaemonError, match="another event loop"):
+            await asyncio.to_thread(asyncio.run, call())
+        assert await call() == 40
+        await client.close()
+
+    asyncio.run(with_another_beside())
+
+
+def test_a_client_that_is_forgotten(daemon: Daemon, caplog: pytest.LogCaptureFixture) -> None:
+    async def forget() -> None:
+        client = AsyncPFlashClient(daemon.socket)
+        await client.stats()
+        with pytest.warns(ResourceWarning, match="not closed"):
+            del client
+        await asyncio.sleep(0.05)
+
+    asyncio.run(forget())
+    gc.collect()
+    assert not caplog.records
+    eventually(lambda: daemon.stats()["connections"] == 1)
 
 
 def test_a_closed_client(daemon: Daemon) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from laguna_gguf.daemon import protocol, results
-from laguna_gguf.daemon.addresses import parse
+from laguna_gguf.daemon.addresses import absent, parse
 from laguna_gguf.daemon.client import CONNECT_SECONDS, GRACE_SECONDS
 from laguna_gguf.daemon.protocol import Error, Result, StatsReply, Welcome
 from laguna_gguf.errors import DaemonError, LagunaError
@@ -24,7 +26,8 @@ class AsyncPFlashClient:
     def __init__(
         self, address: str | os.PathLike[str], *, token: str | None = None, settings: dict[str, Any] | None = None
     ) -> None:
-        """See PFlashClient. The connection is made with the first call."""
+        """See PFlashClient. The connection is made with the first call; it belongs to the event loop of that call,
+        and a call from another loop makes a new one when the first has ended."""
         self._address = parse(address)
         self._token = token
         self._settings = settings
@@ -32,6 +35,7 @@ class AsyncPFlashClient:
         self._closed = False
         self._connecting: asyncio.Lock | None = None
         self._link: _Link | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     async def compress(
         self,
@@ -101,8 +105,14 @@ class AsyncPFlashClient:
     async def close(self) -> None:
         """End the connection; further calls raise DaemonError."""
         self._closed = True
-        if self._link is not None:
+        if self._link is not None and self._loop is asyncio.get_running_loop():
             await self._link.close()
+
+    def __del__(self) -> None:
+        link = getattr(self, "_link", None)
+        if link is not None and not link.ended:
+            warnings.warn("an AsyncPFlashClient was not closed", ResourceWarning, source=self, stacklevel=2)
+            link.abandon()
 
     async def __aenter__(self) -> AsyncPFlashClient:
         return self
@@ -128,8 +138,12 @@ class AsyncPFlashClient:
             raise DaemonError(f"the daemon at {self._address} does not answer") from None
 
     async def _connected(self) -> _Link:
-        if self._connecting is None:
-            self._connecting = asyncio.Lock()
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:
+            if self._loop is not None and self._loop.is_running():
+                raise DaemonError("the client is used by another event loop; make one for each")
+            self._loop, self._link, self._connecting = loop, None, asyncio.Lock()
+        assert self._connecting is not None
         async with self._connecting:
             if self._closed:
                 raise DaemonError("the client is closed")
@@ -137,7 +151,7 @@ class AsyncPFlashClient:
                 try:
                     self._link = await asyncio.wait_for(self._connect(), CONNECT_SECONDS)
                 except (OSError, asyncio.IncompleteReadError, asyncio.TimeoutError) as error:
-                    raise DaemonError(f"no daemon at {self._address}: {error}") from error
+                    raise absent(self._address, error) from error
             return self._link
 
     async def _connect(self) -> _Link:
@@ -187,6 +201,11 @@ class _Link:
     async def close(self) -> None:
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
+
+    def abandon(self) -> None:
+        """Close without waiting, from any thread."""
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and the connection with it
+            self._task.get_loop().call_soon_threadsafe(self._task.cancel)
 
     async def _read(self) -> None:
         error: LagunaError = DaemonError("the connection was closed")

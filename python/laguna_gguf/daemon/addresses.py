@@ -38,7 +38,10 @@ class Address:
 
 def parse(text: str | os.PathLike[str]) -> Address:
     """ConfigError for what is no address, or TCP beyond this machine."""
-    raw = os.fspath(text)
+    try:
+        raw = os.fsdecode(text)
+    except TypeError:
+        raise ConfigError(f"the socket is {text!r}; needed a path, or tcp://127.0.0.1:PORT") from None
     if not raw.startswith("tcp://"):
         path = raw.removeprefix("unix:")
         if not path or "\0" in path:
@@ -66,10 +69,14 @@ def connect(address: Address, timeout: float | None) -> socket.socket:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     except OSError as error:
         connection.close()
-        raise DaemonError(
-            f"no daemon at {address}: {error.strerror or error}; start it with `pflash_daemon --socket {address}`"
-        ) from error
+        raise absent(address, error) from error
     return connection
+
+
+def absent(address: Address, error: Exception) -> DaemonError:
+    """Nobody listens."""
+    reason = getattr(error, "strerror", None) or error or "no answer in time"
+    return DaemonError(f"no daemon at {address}: {reason}; start it with `pflash_daemon --socket {address}`")
 
 
 @contextlib.contextmanager

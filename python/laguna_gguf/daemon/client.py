@@ -42,6 +42,7 @@ class PFlashClient:
         self._settings = settings
         self._lock = threading.Lock()
         self._stream: Stream | None = None
+        self._pid = os.getpid()
         self._closed = False
         self._numbers = 0
         self._welcome: Welcome | None = None
@@ -168,6 +169,11 @@ class PFlashClient:
     def _connected(self) -> Stream:
         if self._closed:
             raise DaemonError("the client is closed")
+        if self._pid != os.getpid():  # a child must not share its parent's connection, nor end it
+            self._pid = os.getpid()
+            if self._stream is not None:
+                self._stream.socket.close()
+                self._stream = None
         if self._stream is not None and _ended(self._stream):
             self._drop()
         if self._stream is None:
