@@ -31,6 +31,8 @@ class FakeUpstream(ThreadingHTTPServer):
         """Set when a client left during the slow scenario."""
         self.go_on = threading.Event()
         """Lets a stream go on behind its first event."""
+        self.absent: set[str] = set()
+        """Paths that it does not have."""
 
     @property
     def url(self) -> str:
@@ -96,7 +98,9 @@ class _Handler(BaseHTTPRequestHandler):
         headers = {k.lower(): v for k, v in self.headers.items()}
         self.server.received.append((self.command, self.path, headers, body))
         path = self.path.partition("?")[0]
-        if path in ("/apply-template", "/tokenize"):
+        if path in self.server.absent:
+            self._json({"detail": "Not Found"}, 404)
+        elif path in ("/apply-template", "/tokenize"):
             try:
                 value = json.loads(body)
                 if path == "/tokenize":

@@ -305,6 +305,20 @@ def test_passthrough_on_error(tmp_path: Path, qwen35: Path) -> None:
         body = json.dumps(LONG_CHAT | {"pflash_query": "castle"}).encode()
         assert daemon.request("POST", CHAT, body).status == 200
         assert [entry[3] for entry in upstream.generations()] == [body]
+        upstream.received.clear()
+        upstream.absent = {"/apply-template"}
+        assert daemon.request("POST", CHAT, LONG_CHAT).status == 200
+        assert [json.loads(entry[3]) for entry in upstream.generations()] == [LONG_CHAT]
+
+
+@pytest.mark.parametrize("path", ["/apply-template", "/tokenize"])
+def test_an_upstream_that_is_no_llama_server(upstream: FakeUpstream, daemon: Daemon, path: str) -> None:
+    upstream.absent = {path}
+    try:
+        assert daemon.request("POST", CHAT, {"messages": [{"role": "user", "content": "hi"}]}).status == 200
+        daemon.request("POST", CHAT, LONG_CHAT).refused(502, f"has no {path} (404")
+    finally:
+        upstream.absent = set()
 
 
 def test_an_answer_in_progress_is_finished(tmp_path: Path, qwen35: Path) -> None:

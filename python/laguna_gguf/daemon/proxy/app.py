@@ -155,7 +155,7 @@ class App:
             kind = refusal(error)
             self._metrics.count_failure(kind.status)
             logger.warning("a prompt was not compressed: %s", _shown(error))
-            if self._passthrough_on_error and not isinstance(error, RequestError):
+            if self._passthrough_on_error and not (isinstance(error, RequestError) and error.status < 500):
                 return None
             raise
         if shortened is not None:

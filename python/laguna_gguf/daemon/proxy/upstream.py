@@ -26,6 +26,7 @@ _HOP_BY_HOP = frozenset(
     b"proxy-connection".split()
 )
 _OURS = frozenset([b"host", b"content-length", b"expect"])
+_NOT_THERE = frozenset([404, 405, 501])
 _KEYS = frozenset([b"authorization", b"x-api-key", b"cookie"])
 
 
@@ -123,6 +124,12 @@ def refused(status: int, body: bytes, path: str) -> RequestError:
         message, kind = str(error["message"]), str(error.get("type", ""))
     except (ValueError, KeyError, TypeError):
         message, kind = f"the upstream server answers {path} with status {status}", ""
+    if status in _NOT_THERE:
+        return of_status(
+            502,
+            f"the upstream server has no {path} ({status}: {message}); needed llama-server's /apply-template and "
+            "/tokenize. In front of another server compress with PFlashClient, or set --prefill-compression off",
+        )
     refusal = of_status(status if status >= 400 else 502, message)
     return RequestError(message, refusal.status, kind or refusal.kind)
 
