@@ -260,6 +260,19 @@ def test_budget_is_tightened_to_the_targets_tokens(qwen35: Path) -> None:
     assert pflash.compress(TEXT, keep_ratio=0.2).retained_tokens < loose.retained_tokens
 
 
+def test_long_chunks_are_dropped_for_a_token_too_many(qwen35: Path) -> None:
+    """The tightened budget would hold the same chunks again, as often as one likes."""
+    n = len(make(qwen35).tokenize(TEXT))
+    loose = make(qwen35, {"select_chunk_size": 48}).compress(TEXT, keep_ratio=0.4)
+    assert loose.budget - loose.retained_tokens > 10
+
+    def one_over(text: str) -> int:
+        return n if text == TEXT else loose.budget + 1 if text == loose.text else len(text) // 4
+
+    tight = make(qwen35, {"select_chunk_size": 48}, target=one_over).compress(TEXT, keep_ratio=0.4)
+    assert 0 < tight.retained_tokens <= loose.retained_tokens - 48 + n % 48
+
+
 def test_stubborn_target_is_asked_four_times(qwen35: Path) -> None:
     whole = len(make(qwen35).tokenize(TEXT))
     asked: list[int] = []

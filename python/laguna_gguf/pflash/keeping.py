@@ -109,7 +109,8 @@ def keep(
         if count <= ceiling:
             return replace(result, target_tokens=count)
         if attempt < MAX_ATTEMPTS:
-            wanted = tightened(wanted, ceiling, count)
+            # long segments: a budget that the last selection meets as well would change nothing
+            wanted = min(tightened(wanted, ceiling, count), max(1, result.selection.retained_tokens - 1))
             if prompt.budget is not None:  # a chat falls back on what must be kept, which may still fit
                 wanted = max(wanted, sum(row.end - row.begin for row in result.candidates if row.mandatory))
             result = _select(prompt, reading, settings, wanted, spans, size)
