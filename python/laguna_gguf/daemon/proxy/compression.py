@@ -7,7 +7,7 @@ import json
 import logging
 import math
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from laguna_gguf.daemon.model import Model
@@ -50,7 +50,6 @@ class Compressor:
     policy: Policy
     traces: bool = False
     """Whether to ask for traces, for the status page."""
-    _n_ctx: int | None = field(default=None, init=False)
 
     async def chat(self, body: dict[str, Any], size: int, headers: Headers, client: Any) -> Shortened | None:
         """A body of /v1/chat/completions; None when it is to be forwarded as it is. `size`: its bytes.
@@ -67,11 +66,13 @@ class Compressor:
         n_prompt = await job.count(prompt)
         if policy.compression == AUTO and n_prompt < policy.threshold:
             return None
-        contents = messages.locate(body["messages"], prompt)
+        contents = await job.locate(cleaned, prompt)
         fixed = 0
         for content in contents:
             if not content.found and content.text.strip():
                 fixed += await job.count(content.text)
+        if fixed:
+            logger.info("%d target tokens of texts that the template changes are kept as they are", fixed)
         ratio = policy.ratio(n_prompt)
         session = policy.session or _session(body.get("model"), body["messages"], headers)
         for attempt in range(MAX_ATTEMPTS + 1):
@@ -86,7 +87,7 @@ class Compressor:
                 job.check_room(served)
                 return job.shortened(shorter, result, n_prompt, served)
             logger.info("attempt %d: %d target tokens, the ceiling is %d", attempt + 1, served, ceiling)
-            ratio = _tighter(ratio, result.budget, _tokens(result), ceiling, served)
+            ratio = _tighter(ratio, result, ceiling, served)
         raise BudgetError(
             f"the rewritten prompt still takes {served} tokens after {MAX_ATTEMPTS} tighter selections; the ceiling is "
             f"{ceiling} of {n_prompt}. Raise the keep ratio"
@@ -111,12 +112,6 @@ class Compressor:
         job.check_room(served)
         return job.shortened(shorter, result, n_prompt, served)
 
-    async def context_size(self, headers: Headers) -> int | None:
-        """The upstream server's, asked once."""
-        if self._n_ctx is None:
-            self._n_ctx = await self.upstream.context_size(headers)
-        return self._n_ctx
-
 
 class _Job:
     """One request on its way."""
@@ -137,6 +132,16 @@ class _Job:
             raise RequestError("the upstream server's answer to /apply-template has no prompt", 502, "server_error")
         return prompt
 
+    async def locate(self, body: dict[str, Any], prompt: str) -> list[messages.Content]:
+        """Where the texts of the body's messages stand in the prompt."""
+        marked = messages.marked(body["messages"])
+        try:
+            skeleton: str | None = await self.render(body | {"messages": marked.messages})
+        except RequestError as error:
+            logger.info("the chat cannot be rendered with markers for its texts: %s", error)
+            skeleton = None
+        return messages.locate(body["messages"], prompt, skeleton, marked.markers)
+
     async def count(self, text: str) -> int:
         if text not in self._counts:
             body = {"content": text, "add_special": True, "parse_special": True}
@@ -148,7 +153,7 @@ class _Job:
         return self._counts[text]
 
     async def compress(self, prompt: str, ratio: float, session: str | None) -> Result:
-        self._n_ctx = await self._owner.context_size(self._headers)
+        self._n_ctx = await self._owner.upstream.context_size(self._headers)
         request = CompressChat(
             id=0,
             rendered_prompt=prompt,
@@ -205,13 +210,13 @@ def _tokens(result: Result) -> int:
     return int(result.timings.get("drafter_input_tokens", 0))
 
 
-def _tighter(ratio: float, budget: int, n_tokens: int, ceiling: int, served: int) -> float:
-    """The ratio that shrinks a budget by (ceiling - overflow - 1) / ceiling.
+def _tighter(ratio: float, result: Result, ceiling: int, served: int) -> float:
+    """The ratio that shrinks a budget by (ceiling - overflow - 1) / ceiling, and below what was kept of it.
 
     budget = kept + ratio (n - kept) + 1, so n - kept = (n - budget + 1) / (1 - ratio).
     """
-    overflow = served - ceiling
-    wanted = budget * max(0, ceiling - overflow - 1) / max(1, ceiling)
+    overflow, budget, n_tokens = served - ceiling, result.budget, _tokens(result)
+    wanted = min(budget * max(0, ceiling - overflow - 1) / max(1, ceiling), result.retained_tokens - 1)
     return max(0.0, ratio - (budget - wanted) * (1 - ratio) / max(1, n_tokens - budget + 1))
 
 
