@@ -33,6 +33,7 @@ class FakeUpstream(ThreadingHTTPServer):
         """Lets a stream go on behind its first event."""
         self.absent: set[str] = set()
         """Paths that it does not have."""
+        self.n_ctx = 100_000
 
     @property
     def url(self) -> str:
@@ -110,7 +111,7 @@ class _Handler(BaseHTTPRequestHandler):
             except (ValueError, TypeError, KeyError, AttributeError):
                 self._json({"error": {"code": 400, "message": "bad body", "type": "invalid_request_error"}}, 400)
         elif path == "/props":
-            self._json({"default_generation_settings": {"n_ctx": 100_000}})
+            self._json({"default_generation_settings": {"n_ctx": self.server.n_ctx}})
         elif path == "/missing":
             self._json({"error": {"code": 404, "message": "no such thing", "type": "not_found_error"}}, 404)
         else:

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from daemon_tools import Daemon, running_daemon
-from fake_upstream import FakeUpstream, fake_upstream, n_tokens, render
+from fake_upstream import HELPERS, FakeUpstream, fake_upstream, n_tokens, render
 from http_tools import eventually
+from laguna_gguf.daemon.proxy.answers import with_timings
 
 CHAT = "/v1/chat/completions"
 LONG = "The river runs by the old mill and the tower. " * 30
@@ -75,6 +76,62 @@ def test_other_paths_pass(upstream: FakeUpstream, daemon: Daemon) -> None:
         assert (received_method, received_path, received) == (method, path, body or b"")
         assert headers["authorization"] == "Bearer secret-key"
     daemon.request("GET", "/missing").refused(404, "no such thing")
+
+
+@pytest.mark.parametrize(
+    ("target", "arrives"),
+    [
+        ("/a//b/../c?d=%20&e", None),
+        ("//v1/./models", None),
+        ('/odd/{}"<>`|', None),
+        ("http://elsewhere/v1/models?x", "/v1/models?x"),
+        ("HTTPS://elsewhere", "/"),
+    ],
+)
+def test_targets_are_passed_as_they_are(
+    upstream: FakeUpstream, daemon: Daemon, target: str, arrives: str | None
+) -> None:
+    with daemon.tcp(f"GET {target} HTTP/1.1\r\nHost: x\r\n\r\n".encode()) as connection:
+        assert connection.recv(100).startswith(b"HTTP/1.1 200")
+    assert upstream.received[0][1] == (arrives or target).replace("//v1", "/v1", 1)  # the stand-in's own doing
+
+
+@pytest.mark.parametrize("request_line", ["CONNECT host:80", "GET @evil/", "GET x", "GET ftp://host/"])
+def test_targets_that_are_no_paths(upstream: FakeUpstream, daemon: Daemon, request_line: str) -> None:
+    with daemon.tcp(f"{request_line} HTTP/1.1\r\nHost: x\r\n\r\n".encode()) as connection:
+        assert connection.recv(1000).startswith(b"HTTP/1.1 400") and not upstream.received
+
+
+def test_headers_of_one_connection_stay_there(upstream: FakeUpstream, daemon: Daemon) -> None:
+    daemon.request("GET", "/v1/models", None, {"Connection": "close, X-Hop", "X-Hop": "1", "X-Other": "2"})
+    headers = upstream.received[0][2]
+    assert "x-hop" not in headers and headers["x-other"] == "2"
+
+
+def test_helpers_are_asked_with_the_clients_headers(upstream: FakeUpstream, daemon: Daemon) -> None:
+    given = {"CF-Access-Client-Id": "me", "Range": "bytes=0-1", "Content-Type": "text/odd"}
+    assert daemon.request("POST", CHAT, LONG_CHAT | {"model": "small"}, given).status == 200
+    helpers = [entry for entry in upstream.received if entry[1] in HELPERS]
+    assert {entry[1] for entry in helpers} == set(HELPERS)
+    for _, path, headers, body in helpers:
+        assert headers["cf-access-client-id"] == "me" and "range" not in headers
+        assert path == "/props" or (headers["content-type"], json.loads(body)["model"]) == ("application/json", "small")
+
+
+def test_the_upstream_servers_context_may_change(upstream: FakeUpstream, daemon: Daemon) -> None:
+    try:
+        upstream.n_ctx = 60
+        daemon.request("POST", CHAT, LONG_CHAT).refused(400, "60")
+    finally:
+        upstream.n_ctx = 100_000
+    assert daemon.request("POST", CHAT, LONG_CHAT).status == 200
+
+
+def test_numbers_that_are_too_large(upstream: FakeUpstream, daemon: Daemon) -> None:
+    body = json.dumps(LONG_CHAT).replace("{", '{"x": 1e400, ', 1).encode()
+    assert daemon.request("POST", CHAT, body).status == 200
+    assert upstream.generations()[0][3] == body  # it is the upstream server's to refuse
+    assert with_timings(b'{"usage": {"prompt_tokens": 1e400}}', {}) == b'{"usage": {"prompt_tokens": 1e400}}'
 
 
 def test_chunked_bodies(upstream: FakeUpstream, daemon: Daemon) -> None:
@@ -197,7 +254,10 @@ def test_streams_come_as_they_are_made(upstream: FakeUpstream, daemon: Daemon) -
 
 
 def test_timings_only_in_the_usage_chunk(upstream: FakeUpstream, daemon: Daemon) -> None:
-    answer = daemon.request("POST", CHAT, LONG_CHAT | {"stream": True}, {"X-Scenario": "usage-stream"})
+    scenario = {"X-Scenario": "usage-stream"}
+    body = LONG_CHAT | {"stream": True}
+    assert b"pflash" not in daemon.request("POST", CHAT, body, scenario).data  # nobody asked for a usage
+    answer = daemon.request("POST", CHAT, body | {"stream_options": {"include_usage": True}}, scenario)
     first, second, third, rest = answer.data.decode().split("\n\n")
     assert first == 'data: {"choices":[{"delta":{"content":"\\"usage\\""}}]}' and rest == ""
     usage = json.loads(second.removeprefix("data: "))["usage"]

@@ -50,6 +50,11 @@ async def read_body(receive: Receive, headers: Mapping[str, str], limits: HttpLi
     return b"".join(parts)
 
 
+def loads(data: bytes | str) -> Any:
+    """JSON that can be written again. ValueError for anything else, infinite numbers among it."""
+    return json.loads(data, parse_constant=_refuse_constant, parse_float=_finite)
+
+
 def parse_object(data: bytes, limits: HttpLimits) -> dict[str, Any]:
     """The body's JSON object. Raises RequestError for anything else, infinite numbers and text that is not Unicode."""
     try:
@@ -70,6 +75,13 @@ def type_name(value: object) -> str:
     """JSON's name for a value's type."""
     names = {dict: "object", list: "array", str: "string", bool: "boolean", type(None): "null"}
     return names.get(type(value), "number")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:40]} is too large a number")
+    return value
 
 
 def _refuse_constant(name: str) -> Any:

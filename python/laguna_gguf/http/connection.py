@@ -54,6 +54,7 @@ class Connection(H11Protocol):
             # Another request before the answer is out. uvicorn would stop reading, and then a client that leaves is
             # not noticed; so it is dropped and the connection ends with this answer. No client in use does this.
             self.cycle.keep_alive = False
+            self.cycle.scope["headers"].append((b"connection", b"close"))  # uvicorn repeats it in the answer
             self.flow.resume_reading()
 
     def _answering(self) -> bool:

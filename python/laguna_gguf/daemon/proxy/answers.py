@@ -11,6 +11,7 @@ import anyio
 import httpx
 
 from laguna_gguf.daemon.proxy.upstream import passed_on
+from laguna_gguf.http.bodies import loads
 from laguna_gguf.http.errors import body as error_body
 from laguna_gguf.http.errors import of_status
 from laguna_gguf.http.responses import Send, encode, event
@@ -59,12 +60,12 @@ class Answer:
                 raise ConnectionResetError("the upstream server ended in the middle of its answer") from error
         await self._end()
 
-    async def amended(self, response: httpx.Response, timings: Timings) -> None:
-        """With `timings` inside its usage, in a stream inside the chunk that has one."""
+    async def amended(self, response: httpx.Response, timings: Timings, *, in_streams: bool) -> None:
+        """With `timings` inside its usage; of a stream inside the chunk that has one, if `in_streams`."""
         if response.status_code != 200:
             await self.whole(response)
         elif _is_events(response):
-            await self._amended_events(response, timings)
+            await self._amended_events(response, timings if in_streams else None)
         else:
             await self._amended_object(response, timings)
 
@@ -97,13 +98,13 @@ class Answer:
         await self._piece(data)
         await self._end()
 
-    async def _amended_events(self, response: httpx.Response, timings: Timings) -> None:
+    async def _amended_events(self, response: httpx.Response, timings: Timings | None) -> None:
         await self._start(response, passed_on(response.headers.raw, drop=_LENGTH))
         try:
             async for piece in _events(response.aiter_raw()):
                 if b'"timings"' in piece:
                     self.timings = _own_timings(piece.strip().removeprefix(b"data:"))
-                await self._piece(amended_event(piece, timings))
+                await self._piece(piece if timings is None else amended_event(piece, timings))
         except httpx.HTTPError as error:
             self._lost(error)
             await self._piece(_lost_event())
@@ -114,6 +115,8 @@ class Answer:
         logger.warning("the upstream server ended in the middle of its answer: %s", type(error).__name__)
 
     async def _start(self, response: httpx.Response, headers: list[tuple[bytes, bytes]]) -> None:
+        if not 100 <= response.status_code < 600:
+            raise of_status(502, f"the upstream server answers with the status {response.status_code}")
         self.started = True
         await self._send({"type": "http.response.start", "status": response.status_code, "headers": headers})
 
@@ -130,7 +133,7 @@ class Answer:
 def with_timings(data: bytes, timings: Timings, *, always: bool = False) -> bytes:
     """A JSON object with usage.timings.pflash; unchanged where it is none, or has no usage and not `always`."""
     try:
-        value = json.loads(data)
+        value = loads(data)
     except (ValueError, RecursionError):
         return data
     if not isinstance(value, dict):

@@ -7,6 +7,7 @@ import json
 import logging
 from collections.abc import AsyncIterator
 from typing import Any
+from urllib.parse import unquote
 
 import anyio
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -30,7 +31,7 @@ from laguna_gguf.errors import (
     SelectionError,
 )
 from laguna_gguf.http import errors
-from laguna_gguf.http.bodies import ClientGone, read_body
+from laguna_gguf.http.bodies import ClientGone, loads, read_body
 from laguna_gguf.http.limits import HttpLimits
 from laguna_gguf.http.responses import Receive, Send, disconnected, error_response, json_response, mark_gone
 
@@ -67,6 +68,11 @@ class App:
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
+            return
+        try:
+            scope = _origin_form(scope)
+        except RequestError as error:
+            await error_response(error)(scope, receive, send)
             return
         path = scope["path"]
         if path in OWN or path.startswith("/pflash/"):
@@ -143,7 +149,9 @@ class App:
         plain += [(b"accept-encoding", b"identity"), (b"content-type", b"application/json")]
         number = self._history.add(scope["path"], shortened)
         try:
-            await self._forward(scope, plain, shortened.body, answer, timings=shortened.timings)
+            await self._forward(
+                scope, plain, shortened.body, answer, timings=shortened.timings, is_amended=_wants_usage(body)
+            )
         finally:
             self._history.answered(number, answer.timings)
 
@@ -171,6 +179,7 @@ class App:
         *,
         length: bytes | None = None,
         timings: dict[str, Any] | None = None,
+        is_amended: bool = False,
     ) -> None:
         path = scope.get("raw_path") or scope["path"].encode()
         if scope.get("query_string"):
@@ -180,7 +189,7 @@ class App:
             if timings is None:
                 await answer.whole(response)
             else:
-                await answer.amended(response, timings)
+                await answer.amended(response, timings, in_streams=is_amended)
         finally:
             with anyio.CancelScope(shield=True), anyio.move_on_after(2):
                 await response.aclose()
@@ -198,6 +207,24 @@ def refusal(error: LagunaError) -> RequestError:
     return errors.of_status(500, f"{type(error).__name__} while compressing the prompt; the daemon's log says more")
 
 
+def _origin_form(scope: Any) -> Any:
+    """The scope with a path for its target: proxies' clients send whole URLs. RequestError 400 for other targets."""
+    target: bytes = scope.get("raw_path") or scope["path"].encode()
+    if target.startswith(b"/") or target == b"*":
+        return scope
+    scheme, _, rest = target.partition(b"://")
+    if scheme.lower() not in (b"http", b"https"):
+        raise errors.of_status(400, "the request's target is not a path")
+    _, slash, path = rest.partition(b"/")
+    raw = slash + path or b"/"
+    return scope | {"raw_path": raw, "path": unquote(raw.decode("ascii"))}
+
+
+def _wants_usage(body: dict[str, Any] | None) -> bool:
+    options = (body or {}).get("stream_options")
+    return isinstance(options, dict) and options.get("include_usage") is True
+
+
 def _shown(error: LagunaError) -> str:
     """For the log: kind and reason, shortened, since it can quote the prompt."""
     return f"{type(error).__name__}: {str(error)[:200]}"
@@ -206,7 +233,7 @@ def _shown(error: LagunaError) -> str:
 def _parsed(data: bytes) -> dict[str, Any] | None:
     """The body's object; None for anything else, about which the upstream server will say what it thinks."""
     try:
-        value = json.loads(data)
+        value = loads(data)
         if b"\\u" in data:
             json.dumps(value, ensure_ascii=False).encode()  # half a surrogate pair is no text
     except (ValueError, RecursionError):

@@ -60,7 +60,7 @@ class Compressor:
         if not isinstance(body.get("messages"), list) or _is_short(policy, size):
             return None
         began = time.perf_counter()
-        job = _Job(self, policy, headers, client, began, max_tokens(body))
+        job = _Job(self, policy, headers, client, began, body)
         cleaned = {name: value for name, value in body.items() if name not in FIELDS}
         prompt = await job.render(cleaned)
         n_prompt = await job.count(prompt)
@@ -99,7 +99,7 @@ class Compressor:
         prompt = body.get("prompt")
         if not isinstance(prompt, str) or _is_short(policy, size):
             return None
-        job = _Job(self, policy, headers, client, time.perf_counter(), max_tokens(body))
+        job = _Job(self, policy, headers, client, time.perf_counter(), body)
         n_prompt = await job.count(prompt)
         if policy.compression == AUTO and n_prompt < policy.threshold:
             return None
@@ -117,13 +117,15 @@ class _Job:
     """One request on its way."""
 
     def __init__(
-        self, owner: Compressor, policy: Policy, headers: Headers, client: Any, began: float, n_output: int
+        self, owner: Compressor, policy: Policy, headers: Headers, client: Any, began: float, body: dict[str, Any]
     ) -> None:
         self._owner, self._policy, self._headers, self._client = owner, policy, headers, client
         self._began = began
-        self._n_output = n_output
+        self._n_output = max_tokens(body)
         self._n_ctx: int | None = None
         self._counts: dict[str, int] = {}
+        self._model = {"model": model} if isinstance(model := body.get("model"), str) else {}
+        """For a llama-server that has several."""
 
     async def render(self, body: dict[str, Any]) -> str:
         answer = await self._owner.upstream.ask("/apply-template", body, self._headers)
@@ -144,7 +146,7 @@ class _Job:
 
     async def count(self, text: str) -> int:
         if text not in self._counts:
-            body = {"content": text, "add_special": True, "parse_special": True}
+            body = {"content": text, "add_special": True, "parse_special": True} | self._model
             answer = await self._owner.upstream.ask("/tokenize", body, self._headers)
             tokens = answer.get("tokens") if isinstance(answer, dict) else None
             if not isinstance(tokens, list):

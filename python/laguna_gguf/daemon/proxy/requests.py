@@ -55,6 +55,8 @@ class Policy:
             given = {"compression": given}
         elif given is None:
             given = {}
+        if isinstance(given, dict):
+            given = {name: value for name, value in given.items() if value is not None}
         if not isinstance(given, dict):
             raise RequestError('pflash is not an object, such as {"on": true, "keep": 0.1}')
         unknown = sorted(set(given) - _KEYS)

@@ -40,6 +40,7 @@ dt { opacity: .7; font-size: .85rem } dd { margin: 0; font-size: 1.15rem; font-v
 .bar { display: inline-block; width: 6rem; height: .6rem; border-radius: .3rem;
   background: var(--line) }
 .bar i { display: block; height: 100%; border-radius: .3rem; background: #2a7de1 }
+@media (max-width: 45rem) { .path, .view { display: none } .bar { width: 2.5rem } th, td { padding: .3rem .2rem } }
 .note { opacity: .7; font-size: .85rem }
 .none { opacity: .7; padding: 2rem 0 }
 """
@@ -94,8 +95,8 @@ def page(history: History, model: Model) -> str:
     shown = "".join(f"<div><dt>{name}</dt><dd>{html.escape(str(value))}</dd></div>" for name, value in facts.items())
     rows = "".join(_row(entry, history.saved_ms(entry)) for entry in entries)
     table = (
-        "<table><thead><tr><th>when</th><th class=text>path</th><th>prompt</th><th>sent</th><th class=text></th>"
-        "<th>compressed in</th><th>saved</th><th class=text>view</th><th>details</th></tr></thead>"
+        "<table><thead><tr><th>when</th><th class='text path'>path</th><th>prompt</th><th>sent</th><th class=text></th>"
+        "<th>compressed in</th><th>saved</th><th class='text view'>view</th><th>details</th></tr></thead>"
         f"<tbody>{rows}</tbody></table>{_NOTE}"
         if entries
         else '<p class="none">No prompt was long enough yet.</p>'
@@ -116,10 +117,10 @@ def _row(entry: Entry, saved_ms: float | None) -> str:
     view = (entry.timings.get("view") or {}).get("mode", "")
     when = time.strftime("%H:%M:%S", time.localtime(entry.when))
     return (
-        f"<tr><td>{when}</td><td class=text>{html.escape(entry.path)}</td><td>{entry.prompt_tokens:,}</td>"
+        f"<tr><td>{when}</td><td class='text path'>{html.escape(entry.path)}</td><td>{entry.prompt_tokens:,}</td>"
         f"<td>{entry.served_tokens:,}</td>"
         f'<td class=text><span class=bar><i style="width:{min(1.0, share):.1%}"></i></span> {share:.0%}</td>'
         f"<td>{_seconds(entry.timings['compress_ms'])}</td><td>{_seconds(saved_ms)}</td>"
-        f"<td class=text>{html.escape(str(view))}</td>"
+        f"<td class='text view'>{html.escape(str(view))}</td>"
         f'<td><a href="/pflash/{entry.number}">{entry.number}</a></td></tr>'
     )

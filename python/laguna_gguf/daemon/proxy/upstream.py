@@ -26,8 +26,12 @@ _HOP_BY_HOP = frozenset(
     b"proxy-connection".split()
 )
 _OURS = frozenset([b"host", b"content-length", b"expect"])
+_OF_A_BODY = frozenset(
+    b"content-type content-encoding content-digest digest accept accept-encoding range if-match if-none-match "
+    b"if-modified-since if-unmodified-since if-range".split()
+)
+"""Headers that say something of the client's own request, and nothing to a helper endpoint."""
 _NOT_THERE = frozenset([404, 405, 501])
-_KEYS = frozenset([b"authorization", b"x-api-key", b"cookie"])
 
 
 class Upstream:
@@ -41,7 +45,9 @@ class Upstream:
         self._base = httpx.URL(url.rstrip("/"))
         self._client = httpx.AsyncClient(
             timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=32),
+            # A connection that is kept may be closed by the server just as it is used again, and then nobody can tell
+            # whether it has begun to generate. A new one costs less than a millisecond.
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
             trust_env=False,  # a proxy of the environment has no business on this machine
             follow_redirects=False,
         )
@@ -52,7 +58,7 @@ class Upstream:
     async def send(
         self,
         method: str,
-        raw_path: bytes,
+        target: bytes,
         headers: Headers,
         content: bytes | AsyncIterator[bytes] | None,
         *,
@@ -60,44 +66,40 @@ class Upstream:
     ) -> httpx.Response:
         """Send a request; the answer's body is still to be read, and the answer to be closed.
 
-        length: of streamed content where it is known. RequestError 502 when the server cannot be reached.
+        target: path and query as the client sent them. length: of streamed content where it is known. RequestError 502
+        when the server cannot be reached.
         """
-        sent = [(name, value) for name, value in headers if name not in _HOP_BY_HOP and name not in _OURS]
+        sent = _without_hops(headers, _OURS)
         if length is not None:
             sent.append((b"content-length", length))
-        request = httpx.Request(
-            method,
-            self._base.copy_with(raw_path=self._base.raw_path.rstrip(b"/") + raw_path),
-            headers=sent,
-            content=content,
-        )
+        request = httpx.Request(method, self._base, headers=sent, content=content)
+        request.method = method  # httpx would write it in capitals, and put a path in order
+        request.extensions["target"] = self._base.raw_path.rstrip(b"/") + target
         try:
             return await self._client.send(request, stream=True)
         except httpx.HTTPError as error:
             raise unreachable(error) from error
 
     async def ask(self, path: str, body: dict[str, Any], headers: Headers) -> Any:
-        """The JSON answer of a helper endpoint, asked with the client's keys. RequestError for anything else."""
-        keys = [(name, value) for name, value in headers if name in _KEYS]
-        keys.append((b"content-type", b"application/json"))
+        """The JSON answer of a helper endpoint, asked with the client's headers. RequestError for anything else."""
         data = json.dumps(body, ensure_ascii=False).encode("utf-8", "surrogatepass")
-        request = httpx.Request(
-            "POST", self._base.copy_with(path=self._base.path.rstrip("/") + path), headers=keys, content=data
-        )
-        return await self._answer(request, path)
+        return await self._answer("POST", path, headers, data)
 
     async def context_size(self, headers: Headers) -> int | None:
         """Tokens of one slot's context, where the server tells."""
-        keys = [(name, value) for name, value in headers if name in _KEYS]
-        request = httpx.Request("GET", self._base.copy_with(path=self._base.path.rstrip("/") + "/props"), headers=keys)
         try:
-            props = await self._answer(request, "/props")
+            props = await self._answer("GET", "/props", headers)
             n_ctx = props["default_generation_settings"]["n_ctx"]
         except (RequestError, KeyError, TypeError):
             return None
         return n_ctx if isinstance(n_ctx, int) and n_ctx > 0 else None
 
-    async def _answer(self, request: httpx.Request, path: str) -> Any:
+    async def _answer(self, method: str, path: str, headers: Headers, data: bytes | None = None) -> Any:
+        sent = _without_hops(headers, _OURS | _OF_A_BODY)
+        if data is not None:
+            sent.append((b"content-type", b"application/json"))
+        url = self._base.copy_with(path=self._base.path.rstrip("/") + path)
+        request = httpx.Request(method, url, headers=sent, content=data)
         request.extensions["timeout"] = httpx.Timeout(HELPER_SECONDS, connect=CONNECT_SECONDS).as_dict()
         try:
             response = await self._client.send(request)
@@ -138,5 +140,11 @@ def passed_on(
     headers: Iterable[tuple[bytes, bytes]], *, drop: frozenset[bytes] = frozenset()
 ) -> list[tuple[bytes, bytes]]:
     """Headers of an answer as the client gets them."""
-    lowered = [(name.lower(), value) for name, value in headers]
-    return [(name, value) for name, value in lowered if name not in _HOP_BY_HOP and name not in drop]
+    return _without_hops([(name.lower(), value) for name, value in headers], drop)
+
+
+def _without_hops(headers: Headers, drop: frozenset[bytes]) -> list[tuple[bytes, bytes]]:
+    """Without `drop`, and what concerns one connection only: the usual ones and those that Connection names."""
+    named = {name.strip().lower() for key, value in headers if key == b"connection" for name in value.split(b",")}
+    gone = _HOP_BY_HOP | drop | named
+    return [(name, value) for name, value in headers if name not in gone]
