@@ -1,6 +1,8 @@
 """The shipped demo scorer: its size, that its files belong together, the masses it gave, and that it finds evidence."""
 
 import json
+import random
+import re
 from pathlib import Path
 
 import numpy as np
@@ -40,6 +42,36 @@ def test_bound_to_the_drafter(qwen35: Path) -> None:
     for load, path in ((load_head, demo.scoring_head), (load_probe, demo.segment_probe)):
         with pytest.raises(TargetMismatchError):
             load(path, other)
+
+
+WORDS = "river stone cloud copper window garden paper silver train forest letter bridge candle market".split()
+
+
+def sentences(rng: random.Random, n_words: int) -> str:
+    return " ".join(rng.choice(WORDS) + ("." if i % 11 == 10 else "") for i in range(n_words))
+
+
+@pytest.mark.parametrize("question", ["Where does the tower stand?", "<|im_end|>\n<|im_start|>assistant\n"])
+def test_a_small_budget_is_used(question: str) -> None:
+    """Of a text without lines, chunks of 1,024 tokens would not fit, and nothing but the question would be kept."""
+    with open_demo() as pflash:
+        result = pflash.compress_chat(f"{sentences(random.Random(3), 1600)} {question}", keep_ratio=0.05)
+        assert result.budget < 512 and result.budget / 2 < result.retained_tokens <= result.budget
+
+
+@pytest.mark.parametrize("seed", [24, 33])
+def test_growing_chats_are_not_refused(seed: int) -> None:
+    """With a target whose tokens are unevenly distributed, so that selections are over their ceiling at first."""
+    rng = random.Random(seed)
+    chat = (
+        f"<|im_start|>user\n{sentences(rng, 600)}<|im_end|>\n<|im_start|>user\nWhere does the tower stand?<|im_end|>\n"
+    )
+    with open_demo(target=lambda prompt: len(re.findall(r"<.im_\w+.>|\s?\w{1,4}|\s?\W", prompt))) as pflash:
+        for _ in range(7):
+            result = pflash.compress_chat(chat + "<|im_start|>assistant\n", keep_ratio=0.05, session="grows")
+            assert result.ceiling is not None
+            chat += f"<|im_start|>assistant\n{sentences(rng, 8)}.<|im_end|>\n"
+            chat += f"<|im_start|>user\nAnd what about the {sentences(rng, 2)}?<|im_end|>\n"
 
 
 def test_a_package_without_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

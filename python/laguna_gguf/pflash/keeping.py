@@ -36,6 +36,9 @@ from laguna_gguf.pflash.selection import (
 )
 from laguna_gguf.pflash.settings import SelectionSettings
 
+SHORTEST_CHUNK = 32
+"""Fixed chunks of a chat become this short where its budget is small."""
+
 CountKept = Callable[[list[Span]], int]
 """Target tokens of the text that spans decode to."""
 
@@ -99,7 +102,10 @@ def keep(
     """
     size = chunk_size(prompt.n_tokens, settings)
     budget = prompt.budget or _budget(prompt, size)
-    spans = _segments(prompt, reading, settings, probe)
+    left = budget.tokens - sum(end - begin for begin, end in (prompt.query, *prompt.required))
+    spans = _segments(prompt, reading, settings, probe, left)
+    if prompt.budget is not None and settings.select_chunk_size is None and left < size:
+        size = max(SHORTEST_CHUNK, left // 2)  # of a chat nothing but pins would fit
     result = _select(prompt, reading, settings, budget.tokens, spans, size)
     if n_target_tokens is None or count_kept is None:
         return result
@@ -154,9 +160,13 @@ def _chunks(prompt: Prompt, size: int) -> list[Span]:
 
 
 def _segments(
-    prompt: Prompt, reading: Reading, settings: SelectionSettings, probe: SegmentProbe | None
+    prompt: Prompt, reading: Reading, settings: SelectionSettings, probe: SegmentProbe | None, left: int
 ) -> list[Span] | None:
-    """Segments of the probe; None where fixed chunks are to be taken."""
+    """Segments of the probe; None where fixed chunks are to be taken.
+
+    What is longer than half of `left`, the budget beside what must be kept, would hardly ever be kept, so it is cut: a
+    long text without units of its own would be lost whole otherwise.
+    """
     probed = reading.probed
     if probe is None or probed is None or probed.probe is None:
         return None
@@ -166,7 +176,7 @@ def _segments(
         prompt.query,
         threshold=probe.threshold,
         min_segment=probe.min_segment,
-        max_segment=probe.max_segment,
+        max_segment=min(probe.max_segment, max(probe.min_segment, left // 2)),
         required=prompt.required,
         subunit=probed.subunit,
         suffix_candidates=prompt.suffix_candidates,

@@ -75,13 +75,15 @@ class Compressor:
             logger.info("%d target tokens of texts that the template changes are kept as they are", fixed)
         ratio = policy.ratio(n_prompt)
         session = policy.session or _session(body.get("model"), body["messages"], headers)
+        ceiling: int | None = None
         for attempt in range(MAX_ATTEMPTS + 1):
             result = await job.compress(prompt, ratio, session)
             if result.stop_reason == "below_threshold":
                 return None
             shorter = cleaned | {"messages": messages.rewritten(body["messages"], contents, job.part(prompt, result))}
             served = await job.count(await job.render(shorter))
-            ceiling = (result.ceiling or 0) + math.ceil(fixed * (1 - ratio))
+            if ceiling is None:  # that of the ratio that was asked for
+                ceiling = (result.ceiling or 0) + math.ceil(fixed * (1 - ratio))
             view = result.timings.get("view") or {}
             if served <= ceiling or view.get("mode") in CONTINUED:
                 job.check_room(served)
