@@ -23,7 +23,7 @@ LONG_CHAT = {
 def test_traces_pages_and_json_logs(tmp_path: Path, qwen35: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     arguments = ["--prefill-drafter", str(qwen35), "--prefill-threshold", "300", "--prefill-keep-ratio", "0.3"]
-    arguments += ["--trace", str(trace), "--log-format", "json"]
+    arguments += ["--trace", str(trace), "--log-format", "json", "-v"]
     with fake_upstream() as upstream, running_daemon(tmp_path, *arguments, upstream=upstream.url) as daemon:
         for n in range(2):
             assert daemon.request("POST", CHAT, LONG_CHAT | {"session_id": str(n)}).status == 200
@@ -43,6 +43,7 @@ def test_traces_pages_and_json_logs(tmp_path: Path, qwen35: Path) -> None:
     lines = [json.loads(line) for line in daemon.log.read_text().splitlines()]
     assert {"time", "level", "logger", "message"} <= set(lines[0])
     assert any("not compressed" in line["message"] for line in lines)
+    assert any(line["logger"] == "laguna_gguf.llama_cpp" for line in lines)  # its own log has the format, too
 
 
 def test_time_saved() -> None:

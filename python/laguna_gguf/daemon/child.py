@@ -23,7 +23,7 @@ import numpy as np
 
 from laguna_gguf.daemon import protocol
 from laguna_gguf.daemon.loading import Begun, Count, Counted, Load, Ready
-from laguna_gguf.daemon.logs import configure
+from laguna_gguf.daemon.logs import LlamaLog, configure
 from laguna_gguf.daemon.protocol import Cancel, Compress, CompressChat
 from laguna_gguf.daemon.streams import Stream
 from laguna_gguf.errors import ConfigError, LagunaError
@@ -203,6 +203,7 @@ def main(descriptor: int) -> int:
         return 0
     config = protocol.decode(body, protocol.decoder(Load))
     configure(config.log_format, verbose=config.verbose)
+    _llama_log = LlamaLog()
     try:
         pflash, ready = load(config)
     except Exception as error:
