@@ -6,6 +6,7 @@ import json
 import re
 import socket
 import struct
+import sys
 import threading
 import time
 from collections import deque
@@ -38,6 +39,11 @@ class FakeUpstream(ThreadingHTTPServer):
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_port}"
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that left is no news."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handle_error(request, client_address)
 
     def generations(self) -> list[tuple[str, str, dict[str, str], bytes]]:
         """What was received but for helpers."""
