@@ -78,6 +78,22 @@ def test_other_paths_pass(upstream: FakeUpstream, daemon: Daemon) -> None:
     daemon.request("GET", "/missing").refused(404, "no such thing")
 
 
+def test_a_connection_serves_many_requests(upstream: FakeUpstream, daemon: Daemon) -> None:
+    """The next one may come as soon as the body of the answer is there."""
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}"
+    with daemon.tcp() as connection, connection.makefile("rb") as answers:
+        for number in range(300):
+            connection.sendall(head)
+            assert answers.readline() == b"HTTP/1.1 200 OK\r\n", number
+            fields = dict(line.split(b": ", 1) for line in iter(answers.readline, b"\r\n"))
+            answers.read(int(fields[b"content-length"]))
+        connection.sendall(head * 3)  # pipelined
+        for _ in range(3):
+            assert answers.readline() == b"HTTP/1.1 200 OK\r\n"
+            fields = dict(line.split(b": ", 1) for line in iter(answers.readline, b"\r\n"))
+            answers.read(int(fields[b"content-length"]))
+
+
 @pytest.mark.parametrize(
     ("target", "arrives"),
     [

@@ -114,12 +114,13 @@ def test_leaving_is_counted(server: Running, brake: Brake) -> None:
 
 
 def test_pipelined_requests(server: Running, brake: Brake) -> None:
-    """What comes before the answer is out is dropped, and the client is still noticed when it leaves."""
+    """What comes before the answer is out waits, and the client is still noticed when it leaves."""
     short = {"prompt": "x", "max_tokens": 2}
-    with server.tcp(raw_post(TEXT, short) * 3) as connection:
+    last = raw_post(TEXT, short, headers="Connection: close\r\n")
+    with server.tcp(raw_post(TEXT, short) * 2 + last) as connection:
         connection.settimeout(10)
         data = b"".join(iter(lambda: connection.recv(4096), b""))
-    assert data.count(b"HTTP/1.1 200") == 1
+    assert data.count(b"HTTP/1.1 200") == 3
     for at_once in (True, False):
         rounds = brake.rounds
         connection = server.tcp(raw_post(TEXT, LONG) * (2 if at_once else 1))

@@ -12,11 +12,15 @@ import socket
 from typing import Any
 
 import h11
+import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from laguna_gguf.http import errors
 from laguna_gguf.http.limits import HttpLimits
 from laguna_gguf.http.responses import encode
+
+MAX_EARLY_BYTES = 1 << 20
+"""Of requests that come before the answer to the one before is out."""
 
 
 def set_nodelay(connection: Any) -> None:
@@ -25,6 +29,21 @@ def set_nodelay(connection: Any) -> None:
     if connection is not None and connection.family in (socket.AF_INET, socket.AF_INET6):
         with contextlib.suppress(OSError):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+def uvicorn_config(app: Any, limits: HttpLimits, *, shutdown_seconds: int, **more: Any) -> uvicorn.Config:
+    """uvicorn with these connections. shutdown_seconds: for answers in progress when the server ends."""
+    return uvicorn.Config(
+        app,
+        http=type("LimitedConnection", (Connection,), {"header_seconds": limits.header_seconds}),
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        server_header=False,
+        timeout_keep_alive=limits.keep_alive_seconds,  # type: ignore[arg-type]
+        timeout_graceful_shutdown=shutdown_seconds,
+        **more,
+    )
 
 
 class Connection(H11Protocol):
@@ -45,25 +64,19 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        early = self._answering()
-        if not early:
-            super().data_received(data)
-            self._watch_headers()
-            early = self._answering() and bool(self.conn.trailing_data[0])
-        if early:
-            # Another request before the answer is out. uvicorn would stop reading, and then a client that leaves is
-            # not noticed; so it is dropped and the connection ends with this answer. No client in use does this.
-            self.cycle.keep_alive = False
-            self.cycle.scope["headers"].append((b"connection", b"close"))  # uvicorn repeats it in the answer
+        if self._answering() and len(self.conn.trailing_data[0]) > MAX_EARLY_BYTES:
+            self.cycle.keep_alive = False  # the connection ends with this answer, whatever else comes
+            return
+        super().data_received(data)
+        self._watch_headers()
+        if self._answering():
+            # The next request is here before this one's answer is out, and waits in h11's buffer. uvicorn has stopped
+            # reading, but then a client that leaves would not be noticed.
             self.flow.resume_reading()
 
     def _answering(self) -> bool:
         """Whether a whole request is here and its answer is not out."""
         return self.cycle is not None and not self.cycle.response_complete and not self.cycle.more_body
-
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
-        self._watch_headers()
 
     def send_400_response(self, msg: str) -> None:
         body = encode(errors.body(errors.of_status(400, msg)))

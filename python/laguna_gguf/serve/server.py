@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import uvicorn
 
-from laguna_gguf.http.connection import Connection
+from laguna_gguf.http.connection import uvicorn_config
 from laguna_gguf.http.listening import quiet_signals
 from laguna_gguf.serve.app import create_app
 from laguna_gguf.serve.metrics import Metrics
@@ -33,19 +33,8 @@ class Server(uvicorn.Server):
         """load is called in the model's thread."""
         metrics = Metrics()
         self.worker = Worker(load, metrics, settings.limits, self._end)
-        protocol = type("Connection", (Connection,), {"header_seconds": settings.limits.header_seconds})
-        super().__init__(
-            uvicorn.Config(
-                create_app(self.worker, metrics, settings),
-                http=protocol,
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                access_log=access_log,
-                server_header=False,
-                timeout_graceful_shutdown=SHUTDOWN_SECONDS,
-            )
-        )
+        app = create_app(self.worker, metrics, settings)
+        super().__init__(uvicorn_config(app, settings.limits, shutdown_seconds=SHUTDOWN_SECONDS, access_log=access_log))
 
     def serve_forever(self, listener: socket.socket) -> None:
         """Load the model and answer requests until a signal or `should_exit`. Raises why the model cannot be loaded."""

@@ -18,7 +18,7 @@ from laguna_gguf.daemon.proxy.history import History
 from laguna_gguf.daemon.proxy.metrics import Metrics
 from laguna_gguf.daemon.proxy.requests import Policy
 from laguna_gguf.daemon.proxy.upstream import Upstream
-from laguna_gguf.http.connection import Connection
+from laguna_gguf.http.connection import uvicorn_config
 from laguna_gguf.http.listening import address, listen
 from laguna_gguf.http.middleware import Answers
 
@@ -47,19 +47,9 @@ class ProxyServer:
         )
         self._listener: socket.socket = stack.enter_context(listen(args.host, args.port))
         self.url = address(self._listener)
-        protocol = type("ProxyConnection", (Connection,), {"header_seconds": LIMITS.header_seconds})
+        counted = Answers(app, metrics.count_request, frozenset(OWN | CHATS | TEXTS))
         self._server = _Server(
-            uvicorn.Config(
-                Answers(app, metrics.count_request, frozenset(OWN | CHATS | TEXTS)),
-                http=protocol,
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                date_header=False,
-                timeout_graceful_shutdown=SHUTDOWN_SECONDS,
-            )
+            uvicorn_config(counted, LIMITS, shutdown_seconds=SHUTDOWN_SECONDS, access_log=False, date_header=False)
         )
 
     async def serve_until_stopped(self) -> None:
