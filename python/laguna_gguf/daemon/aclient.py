@@ -177,11 +177,12 @@ class _Link:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
         self._waiting: dict[int, asyncio.Future[Any]] = {}
+        self._broken = False
         self._task = asyncio.create_task(self._read())
 
     @property
     def ended(self) -> bool:
-        return self._task.done()
+        return self._task.done() or self._broken
 
     async def call(self, number: int, data: bytes) -> Any:
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -191,6 +192,7 @@ class _Link:
             await self._writer.drain()
             return await answer
         except OSError as error:
+            self._broken = True  # which the reading task may not have noticed yet
             raise DaemonError(f"the daemon is gone: {error}") from error
         except asyncio.CancelledError:
             self._writer.write(protocol.encode(protocol.Cancel(number)))
