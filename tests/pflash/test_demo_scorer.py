@@ -59,6 +59,38 @@ def test_a_small_budget_is_used(question: str) -> None:
         assert result.budget < 512 and result.budget / 2 < result.retained_tokens <= result.budget
 
 
+ENDS = {
+    "chatml": ("<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"),
+    "gemma": ("<|turn>user\n", "<turn|>\n<|turn>model\n"),
+    "laguna": ("<user>\n", "\n</user>\n<assistant>\n"),
+}
+
+
+@pytest.mark.parametrize("family", ENDS)
+def test_the_questions_turn_stays_closed(family: str) -> None:
+    header, end = ENDS[family]
+    with open_demo() as pflash:
+        text = f"{header}{sentences(random.Random(3), 900)} Where does the tower stand?{end}"
+        result = pflash.compress_chat(text, keep_ratio=0.05)
+        assert result.retained_tokens < len(pflash.tokenize(text)) / 2
+        assert result.text.startswith(header) and result.text.endswith(f"does the tower stand?{end}")
+
+
+@pytest.mark.parametrize("words", ["河流石头云彩铜窗花园", "שלום עולם مرحبا بالعالم ", "👩‍👧‍👦𝒳😀🏴 é"])
+def test_parts_are_cut_between_characters(words: str) -> None:
+    before, end = "<|im_start|>user\n", "Where?<|im_end|>\n<|im_start|>assistant\n"
+    text = words * 150
+    with open_demo() as pflash:
+        for ratio in (0.05, 0.1, 0.2):
+            prompt = before + text + end
+            result = pflash.compress_chat(prompt, keep_ratio=ratio)
+            first = len(before.encode())
+            part = result.part(prompt, first, first + len(text.encode()))
+            assert part is not None and 0 < len(part) < len(text)
+            rest = iter(text)
+            assert all(character in rest for character in part)  # in this order, and no replacement characters
+
+
 @pytest.mark.parametrize("seed", [24, 33])
 def test_growing_chats_are_not_refused(seed: int) -> None:
     """With a target whose tokens are unevenly distributed, so that selections are over their ceiling at first."""

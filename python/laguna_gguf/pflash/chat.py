@@ -30,6 +30,9 @@ from laguna_gguf.pflash.trace import TraceWriter, make_trace
 
 OFF, AUTO, ALWAYS = COMPRESSION
 
+CLOSING_TOKENS = 8
+"""Longest end of a turn: its marker and blanks."""
+
 
 @dataclass(frozen=True)
 class ChatRequest:
@@ -146,7 +149,10 @@ class Chats:
         )
         if len(planned.windows) > planned.history_queries:
             # the end of the question: few would forgive its loss, and it gets no mass from its own window
-            planned = replace(planned, pins=merge([*planned.pins, planned.windows[0][:2]]))
+            begin, end, _ = planned.windows[0]
+            if planned.generation_begin is not None and 0 < planned.generation_begin - end <= CLOSING_TOKENS:
+                end = planned.generation_begin  # with the marker that ends its turn
+            planned = replace(planned, pins=merge([*planned.pins, (begin, end)]))
         windows = [window for window in planned.windows if window[0] > 0 or window[1] < planned.rows[0]]
         chat = _Chat(ids, raw, offsets, planned, windows, len(ids))
         return chat if count is None else replace(chat, n_target_tokens=count(chat.text))

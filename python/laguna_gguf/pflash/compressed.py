@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from laguna_gguf.pflash.candidates import merge
 from laguna_gguf.pflash.segmentation import Span
 
 BELOW_THRESHOLD = "below_threshold"
@@ -56,18 +57,33 @@ class Compressed:
 
     def part(self, prompt: str | bytes, begin: int, end: int) -> str | None:
         """What `text` holds of bytes [begin, end) of the prompt, such as those of one message, excerpts that were
-        inserted there included. None where `byte_spans` is None."""
+        inserted there included. Characters that a span cuts are left out. None where `byte_spans` is None."""
         if self.byte_spans is None:
             return None
         raw = prompt if isinstance(prompt, bytes) else prompt.encode("utf-8", "surrogateescape")
         at, pieces = begin, []
         for place, text in [*(cut for cut in self.inserted if begin <= cut[0] <= end), (end, "")]:
-            pieces += [
-                raw[max(first, at) : min(last, place)] for first, last in self.byte_spans if first < place and at < last
+            kept = [
+                (max(first, at), min(last, place)) for first, last in self.byte_spans if first < place and at < last
             ]
+            pieces += [raw[slice(*_whole_characters(raw, *span))] for span in merge(kept)]
             pieces.append(text.encode())
             at = place
         return b"".join(pieces).decode("utf-8", "replace")
+
+
+def _whole_characters(raw: bytes, begin: int, end: int) -> Span:
+    """The range without characters of UTF-8 that begin before it or end behind it."""
+    while begin < end and _is_inside(raw, begin):
+        begin += 1
+    while begin < end and _is_inside(raw, end):
+        end -= 1
+    return begin, end
+
+
+def _is_inside(raw: bytes, place: int) -> bool:
+    """Whether a cut here would be inside a character."""
+    return place < len(raw) and raw[place] & 0xC0 == 0x80
 
 
 def timings(
