@@ -103,6 +103,24 @@ def test_errors_are_the_librarys(client: PFlashClient) -> None:
     assert client.compress(ids, keep_ratio=0.5).retained_tokens
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"keep_ratio": 10**400},
+        {"required": None},
+        {"history": 5},
+        {"required": [5]},
+        {"timeout": float("nan")},
+        {"timeout": float("inf")},
+        {"timeout": 0},
+        {"timeout": "soon"},
+    ],
+)
+def test_arguments_that_cannot_travel(client: PFlashClient, wrong: dict[str, Any]) -> None:
+    with pytest.raises(LagunaError, match=r"keep_ratio|token positions|timeout"):
+        client.compress("The river runs.", **({"keep_ratio": 0.5} | wrong))
+
+
 def test_what_the_daemon_is(client: PFlashClient, qwen35: Path) -> None:
     assert client.welcome.architecture == "qwen35" and client.welcome.head_sha256 is None
     assert client.welcome.drafter_sha256 == file_sha256(qwen35)

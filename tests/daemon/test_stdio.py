@@ -145,3 +145,9 @@ def test_parsed_lines() -> None:
     for line in (b"compress\t50 100 8 x", b"compress +5 100 8 x", b"compress2 inf 1 1 x", b"quit"):
         with pytest.raises(ProtocolError):
             parse(line)
+
+
+def test_no_standard_input(qwen35: Path) -> None:
+    command = " ".join([*COMMAND, *QUICK, "--prefill-drafter", str(qwen35), "--stdio", "--stream-fd", "1"])
+    ended = subprocess.run(["sh", "-c", f"{command} <&-"], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1 and "standard input" in ended.stderr and "Traceback" not in ended.stderr

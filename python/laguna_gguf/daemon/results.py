@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from laguna_gguf.daemon.protocol import Compress, CompressChat, Result, Span, StatsReply
+from laguna_gguf.daemon.protocol import MAX_SECONDS, Compress, CompressChat, Result, Span, StatsReply
 from laguna_gguf.errors import ConfigError, ProtocolError, QueryError
 from laguna_gguf.pflash.compressed import Compressed
 
@@ -35,12 +35,12 @@ def compress_request(
         text=text,
         ids=_ids(text_or_ids) if text is None else None,
         query=None if query is None else _span(query),
-        required=[_span(span) for span in required],
-        history=[_span(span) for span in history],
+        required=_spans(required, "required"),
+        history=_spans(history, "history"),
         session=_name(session),
         suffix_candidates=bool(suffix_candidates),
         settings=settings,
-        seconds=None if timeout is None else float(timeout),
+        seconds=None if timeout is None else _seconds(timeout),
         trace=trace,
     )
 
@@ -63,9 +63,11 @@ def chat_request(
     """As `compress_request`."""
     if not isinstance(rendered_prompt, str):
         raise QueryError(f"the prompt is {type(rendered_prompt).__name__}; needed the rendered text")
-    required = [pflash_required] if isinstance(pflash_required, str) else list(pflash_required)
-    if not all(isinstance(text, str) for text in [*required, pflash_query or "", compression]):
+    required = [pflash_required] if isinstance(pflash_required, str) else list(pflash_required or ())
+    if not all(isinstance(text, str) for text in [*required, "" if pflash_query is None else pflash_query]):
         raise QueryError("pflash_query and pflash_required are texts that occur in the prompt")
+    if not isinstance(compression, str):
+        raise ConfigError(f"compression is {compression!r}; needed off, auto or always")
     return CompressChat(
         id=0,
         rendered_prompt=rendered_prompt,
@@ -78,7 +80,7 @@ def chat_request(
         target_n_ctx=None if target_n_ctx is None else _integer(target_n_ctx, "target_n_ctx"),
         max_tokens=_integer(max_tokens, "max_tokens"),
         settings=settings,
-        seconds=None if timeout is None else float(timeout),
+        seconds=None if timeout is None else _seconds(timeout),
         trace=trace,
     )
 
@@ -135,17 +137,31 @@ def _span(span: Sequence[int]) -> Span:
     return begin, end
 
 
+def _spans(spans: Iterable[Sequence[int]], name: str) -> list[Span]:
+    try:
+        return [_span(span) for span in spans]
+    except TypeError as error:
+        raise QueryError(f"{name} is {spans!r:.80}; needed pairs of token positions") from error
+
+
 def _name(session: str | None) -> str | None:
     if session is not None and not isinstance(session, str):
         raise ConfigError(f"session is {session!r}; needed a string or None")
     return session
 
 
+def _seconds(timeout: Any) -> float:
+    seconds = _number(timeout, "timeout")
+    if not 0 < seconds <= MAX_SECONDS:
+        raise ConfigError(f"timeout is {seconds} s; needed more than 0 and at most {MAX_SECONDS:g}")
+    return seconds
+
+
 def _number(value: Any, name: str) -> float:
     try:
         return float(value)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{name} is {value!r}; needed a number") from error
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ConfigError(f"{name} is {value!r:.80}; needed a number") from error
 
 
 def _integer(value: Any, name: str) -> int:

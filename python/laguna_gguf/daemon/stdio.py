@@ -101,6 +101,8 @@ def read_ids(path: bytes) -> bytes:
 def serve(args: argparse.Namespace) -> int:
     """Answer lines until `quit` or the end of the input. Returns the exit code."""
     descriptor = args.stream_fd
+    if sys.stdin is None:
+        raise ConfigError("--stdio reads commands from standard input, which is closed")
     try:
         os.fstat(descriptor)
     except OSError as error:

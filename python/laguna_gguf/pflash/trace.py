@@ -10,6 +10,7 @@ The keys up to `parser` are a format that other tools know as well. Those behind
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -196,8 +197,12 @@ class TraceWriter:
         values = trace.as_dict() if isinstance(trace, Trace) else trace
         line = json.dumps(values, separators=(",", ":"), allow_nan=False) + "\n"
         try:
-            with self.path.open("ab") as file:
-                file.write(line.encode("ascii"))  # one write, so that lines of several processes do not mix
+            with self.path.open("ab", buffering=0) as file:
+                data = line.encode("ascii")
+                n_written = file.write(data)  # one write, so that lines of several processes do not mix
+                if n_written != len(data):
+                    file.truncate(file.tell() - n_written)  # half a line would spoil the next one
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             if not self._failed:
                 _LOGGER.warning("trace %s: %s; further traces may be lost", self.path, error.strerror)
