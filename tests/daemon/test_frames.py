@@ -5,6 +5,7 @@ import random
 import socket
 import struct
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -98,6 +99,23 @@ def test_bad_requests_leave_the_connection(daemon: Daemon) -> None:
             assert isinstance(reply, Error) and reply.id == request.id, reply
         stream.send(protocol.encode(Compress(id=12, keep_ratio=1.0, text="a b c")))
         assert getattr(read(stream), "text", None) == "a b c"
+
+
+def nested(depth: int) -> bytes:
+    """A request whose settings hold arrays inside one another."""
+    body = protocol.encode(Compress(id=1, keep_ratio=0.5, text="a b", settings={"select_mode": "#"}))[4:]
+    body = body.replace(b"\xa1#", b"\x91" * depth + b"\xc0")
+    return struct.pack("<I", len(body)) + body
+
+
+@pytest.mark.parametrize("depths", [range(100, 1100, 100), range(975, 1000), [10**4, 10**6]])
+def test_deep_settings(daemon: Daemon, depths: Iterable[int]) -> None:
+    for depth in depths:
+        with daemon.connect() as stream:
+            stream.send(nested(depth))
+            body = stream.receive(time.monotonic() + 20)
+            assert body is not None and b"error" in body
+    assert daemon.stats()["state"] == "ready"
 
 
 def test_the_same_id_twice(daemon: Daemon) -> None:

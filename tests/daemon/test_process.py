@@ -192,6 +192,13 @@ def test_refusals_give_one_reason(tmp_path: Path, qwen35: Path) -> None:
         assert result.returncode == 1 and result.stdout == "", result
         assert result.stderr.count("\n") == 1 and fragment in result.stderr and "Traceback" not in result.stderr
         assert not os.path.exists(address)
+    for arguments in (
+        ["--upstream", "http://[::1"],
+        ["--upstream", "http://x:99999"],
+        ["--upstream", "x", "--host", ""],
+    ):
+        refused = run("--prefill-drafter", str(qwen35), *arguments)
+        assert refused.returncode == 1 and refused.stderr.count("\n") == 1, refused
     long = run("--socket", str(tmp_path / ("x" * 120)), "--prefill-drafter", str(qwen35))
     assert long.returncode == 1 and "too long" in long.stderr
 

@@ -46,7 +46,7 @@ async def run(args: argparse.Namespace) -> int:
             if listener is not None:
                 logger.info("listening on %s", _described(listener, parse(args.socket)))
             if http is not None:
-                logger.info("listening on %s, in front of %s", http.url, args.upstream)
+                logger.info("listening on %s, in front of %s", http.url, args.upstream.rpartition("@")[2])
             await _first(ending.wait(), model.ended(), *tasks)
             logger.info("ending; requests in progress have %g s", DRAIN_SECONDS)
             model.refuse_new()

@@ -265,10 +265,10 @@ class Model:
         while True:
             try:
                 child = await self._load()
-            except LoadError as error:
+            except (LoadError, OSError) as error:  # OSError: no process or descriptor to be had
                 if not self.ready.done():
                     self.state = "failed"
-                    self.ready.set_exception(error)
+                    self.ready.set_exception(error if isinstance(error, LoadError) else LoadError(str(error)))
                     return
                 logger.error("the drafter cannot be loaded again: %s", error)
                 self.state = "failed"
@@ -316,7 +316,13 @@ class Model:
                     self._note_idle()
                     continue
                 self._current = job
-                outcome = await self._exchange(child, job, reading)
+                try:
+                    outcome = await self._exchange(child, job, reading)
+                except Exception as error:  # whatever a request did: it must not end the daemon
+                    logger.error("a request failed", exc_info=error)
+                    child.lost = True
+                    child.kill()
+                    outcome = CodedError(f"{type(error).__name__} in the daemon; its log says more", protocol.INTERNAL)
                 if outcome is None:
                     self._current = None
                     if not job.answer.done():

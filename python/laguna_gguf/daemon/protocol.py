@@ -187,7 +187,13 @@ def encode(frame: Frame) -> bytes:
     """A whole frame. ProtocolError when it is too long."""
     try:
         body = _encoder.encode(frame)
-    except (TypeError, ValueError, OverflowError, AttributeError) as error:  # also text with half a surrogate pair
+    except (
+        TypeError,
+        ValueError,
+        OverflowError,
+        AttributeError,
+        RecursionError,
+    ) as error:  # also text with half a surrogate pair
         raise ProtocolError(f"cannot be sent: {error}") from error
     if len(body) > MAX_FRAME_BYTES:
         raise ProtocolError(f"a frame of {len(body)} bytes is too long to send; at most {MAX_FRAME_BYTES} are allowed")

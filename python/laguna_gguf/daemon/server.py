@@ -30,8 +30,8 @@ FLUSH_SECONDS = 2.0
 """The same when the daemon ends."""
 MAX_PENDING = 32
 """Requests of a connection that have no reply yet."""
-MAX_RECEIVING_BYTES = 512 << 20
-"""Of all frames together that are being received."""
+MAX_HELD_BYTES = 512 << 20
+"""Of all frames together that are being received, or whose requests have no reply yet."""
 
 _HELLO = protocol.decoder(Hello)
 _FRAMES = protocol.decoder(ClientFrame)
@@ -49,7 +49,7 @@ class Server:
         self._servers: list[asyncio.Server] = []
         self._connections: set[asyncio.Task[None]] = set()
         self._open: set[_Connection] = set()
-        self._receiving = 0
+        self._held = 0
         self.counts: Counter[str] = Counter()
 
     @property
@@ -115,14 +115,16 @@ class Server:
     async def _serve(self, reader: asyncio.StreamReader, connection: _Connection) -> None:
         await self._greet(reader, connection)
         while True:
-            frame = protocol.decode(await self._receive(reader), _FRAMES)
+            body = await self._receive(reader)
+            frame, size = protocol.decode(body, _FRAMES), len(body)
+            del body
             if isinstance(frame, Cancel):
                 connection.cancel(frame.id)
             elif isinstance(frame, Stats):
                 await connection.send(protocol.StatsReply(frame.id, self._stats()))
             else:
                 self._check(frame, connection)
-                connection.start(frame.id, self._answer(frame, connection))
+                connection.start(frame.id, self._answer(frame, connection), self._hold(size))
 
     def _check(self, frame: Compress | CompressChat, connection: _Connection) -> None:
         if frame.id in connection.pending or len(connection.pending) >= MAX_PENDING:
@@ -161,15 +163,24 @@ class Server:
 
         async def rest() -> bytes:
             size = protocol.length(header + await reader.readexactly(protocol.HEADER_BYTES - 1))
-            if self._receiving + size > MAX_RECEIVING_BYTES:
-                raise CodedError("too many long requests are being received", protocol.BUSY)
-            self._receiving += size
+            if self._held + size > MAX_HELD_BYTES:
+                raise CodedError("too many long requests are received or wait; try again later", protocol.BUSY)
+            self._held += size
             try:
                 return await reader.readexactly(size)
             finally:
-                self._receiving -= size
+                self._held -= size
 
         return await asyncio.wait_for(rest(), BODY_SECONDS)
+
+    def _hold(self, size: int) -> Callable[[], None]:
+        """Count a request's bytes until the returned function is called."""
+        self._held += size
+
+        def release() -> None:
+            self._held -= size
+
+        return release
 
     async def _answer(self, frame: Compress | CompressChat, connection: _Connection) -> None:
         number = frame.id
@@ -198,9 +209,11 @@ class _Connection:
     def socket(self) -> socket.socket:
         return self._writer.get_extra_info("socket")
 
-    def start(self, number: int, work: Any) -> None:
+    def start(self, number: int, work: Any, release: Callable[[], None]) -> None:
+        """Work on a request; `release` is called when it has ended, however."""
         task = asyncio.create_task(work)
         self.pending[number] = task
+        task.add_done_callback(lambda _: release())
         task.add_done_callback(lambda done: self._ended(number, done))
 
     def cancel(self, number: int) -> None:

@@ -12,6 +12,8 @@ from laguna_gguf.errors import ConfigError
 
 def listen(host: str, port: int) -> socket.socket:
     """A listening socket; port 0 lets the system choose. Raises ConfigError."""
+    if not host:  # to the system it means every address
+        raise ConfigError("the host to listen on is empty; give 127.0.0.1, or 0.0.0.0 for every address")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=128)

@@ -39,7 +39,11 @@ class Upstream:
 
     def __init__(self, url: str) -> None:
         """ConfigError for what is no http(s) URL."""
-        parts = urlsplit(url)
+        try:
+            parts = urlsplit(url)
+            _ = parts.port  # ValueError for what is none
+        except ValueError as error:
+            raise ConfigError(f"--upstream is {url!r}: {error}; needed http://HOST:PORT") from error
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
             raise ConfigError(f"--upstream is {url!r}; needed http://HOST:PORT")
         self._base = httpx.URL(url.rstrip("/"))
