@@ -199,6 +199,8 @@ def test_refusals_give_one_reason(tmp_path: Path, qwen35: Path) -> None:
     ):
         refused = run("--prefill-drafter", str(qwen35), *arguments)
         assert refused.returncode == 1 and refused.stderr.count("\n") == 1, refused
+    demo = run("--socket", address, env={"PFLASH_SCORING_HEAD_GGUF": str(tmp_path / "absent.gguf")})
+    assert demo.returncode == 1 and "absent.gguf not found" in demo.stderr  # the environment's, not the demo's own
     long = run("--socket", str(tmp_path / ("x" * 120)), "--prefill-drafter", str(qwen35))
     assert long.returncode == 1 and "too long" in long.stderr
 

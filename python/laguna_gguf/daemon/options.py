@@ -90,7 +90,10 @@ def load_config(args: argparse.Namespace) -> Load:
     if drafter is None:
         demo = demo_scorer()
         logger.warning("the demo drafter is used: it shows the way, not the quality of Qwen3.5")
-        drafter, head, probe = str(demo.drafter), head or str(demo.scoring_head), probe or str(demo.segment_probe)
+        settings = SelectionSettings.from_env(os.environ)
+        drafter = str(demo.drafter)
+        head = head or settings.scoring_head_gguf or str(demo.scoring_head)
+        probe = probe or settings.segment_probe_gguf or str(demo.segment_probe)
     llama: dict[str, Any] = {
         "n_gpu_layers": args.gpu_layers,
         "n_threads": args.threads,
