@@ -8,7 +8,9 @@ order the template puts them, and a quotation of one inside another, or inside a
 from __future__ import annotations
 
 import copy
+import re
 import secrets
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -55,7 +57,7 @@ def marked(messages: Any) -> Marked:
     result, name, markers = copy.deepcopy(messages), secrets.token_hex(8), {}
     for content in _texts(messages):
         if content.text.strip():
-            marker = f"text{name}n{len(markers)}end"
+            marker = f"text{name}n{len(markers)}end"  # as _MARKER
             markers[content] = marker.encode()
             _set(result, content, marker)
     return Marked(result, markers)
@@ -87,6 +89,9 @@ def rewritten(messages: Any, contents: list[Content], kept: Part) -> Any:
         if content.found:
             _set(result, content, kept(content.begin, content.end))
     return result
+
+
+_MARKER = re.compile(rb"text[0-9a-f]{16}n[0-9]+end")
 
 
 class _Finder:
@@ -140,12 +145,10 @@ def _between_markers(finder: _Finder, skeleton: bytes, markers: dict[Content, by
 
 def _places(skeleton: bytes, markers: dict[Content, bytes]) -> dict[Content, int]:
     """Of the markers that the template has put somewhere, once."""
-    places = {content: skeleton.find(marker) for content, marker in markers.items()}
-    return {
-        content: place
-        for content, place in places.items()
-        if place >= 0 and skeleton.find(markers[content], place + 1) < 0
-    }
+    contents = {marker: content for content, marker in markers.items()}
+    found = [match for match in _MARKER.finditer(skeleton) if match[0] in contents]
+    times = Counter(match[0] for match in found)
+    return {contents[match[0]]: match.start() for match in found if times[match[0]] == 1}
 
 
 def _bytes(content: Content) -> bytes:

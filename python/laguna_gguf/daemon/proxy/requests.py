@@ -55,10 +55,9 @@ class Policy:
             given = {"compression": given}
         elif given is None:
             given = {}
-        if isinstance(given, dict):
-            given = {name: value for name, value in given.items() if value is not None}
         if not isinstance(given, dict):
             raise RequestError('pflash is not an object, such as {"on": true, "keep": 0.1}')
+        given = {name: value for name, value in given.items() if value is not None}
         unknown = sorted(set(given) - _KEYS)
         if unknown:
             raise RequestError(f"pflash.{unknown[0][:80]} is not known; known are {', '.join(sorted(_KEYS))}")
